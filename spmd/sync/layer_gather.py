@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from spmd.errors import LayoutError, Problem, raise_problems
 from spmd.jaxpr import uses
@@ -58,9 +57,9 @@ class LayerGather:
             return params
         specs = [sync.gradient_specs[path] for path in sharded]
         model_axes = sync.mesh_axes.model_axes if specs[0].nested else ()
-        sent = jnp.dtype(self.dtype).name if self.dtype is not None else sync.resolved.layout.gradients.weights
+        weights = sync.resolved.layout.gradients.weights
         along = tuple(pspec(of_layer(spec.model_spec)) for spec in specs) if model_axes else ()
-        gathering = Gathering(tuple(map(_transfer, specs)), sent, model_axes, along)
+        gathering = Gathering(tuple(map(_transfer, specs)), weights, self.dtype, model_axes, along)
         kept = {number: residuals[path] for number, path in enumerate(sharded) if path in residuals}
         full = dict(zip(sharded, gather_leaves(gathering, list(sharded.values()), kept), strict=True))
         return jax.tree.unflatten(jax.tree.structure(params), [full.get(paths.get(name, ""), leaf) for name, leaf in flat.items()])

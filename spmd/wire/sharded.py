@@ -263,13 +263,15 @@ class Gathering:
 
     Attributes:
       transfers: one for each array.
-      sent: the format in which float32 shards are gathered: "exact", "bfloat16" (they stay float32), or the dtype that full arrays have.
+      weights: the format in which float32 arrays are gathered, "exact" or "bfloat16".
+      dtype: to which float32 shards are cast before; None: they are not.
       model_axes: mesh axes that are not manual here. `specs` shard the full arrays along them, and each device sends its local shard:
         left to the partitioner, a collective on an array that is sharded over such an axis gathers it there first.
     """
 
     transfers: tuple[Transfer, ...]
-    sent: str = "exact"
+    weights: str = "exact"
+    dtype: Any = None
     model_axes: tuple[str, ...] = ()
     specs: tuple[PartitionSpec, ...] = ()
 
@@ -290,19 +292,15 @@ class Gathering:
 
     def _gather(self, shards: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("gather_params"):
-            as_sent = [self._as_sent(shard) for shard in shards]
+            shards = [x.astype(self.dtype) if self.dtype is not None and x.dtype == jnp.float32 else x for x in shards]
+            rounded = [self.weights == "bfloat16" and shard.dtype == jnp.float32 for shard in shards]
+            as_sent = [Bfloat16().encode(shard) if encode else shard for shard, encode in zip(shards, rounded, strict=True)]
             full: list[Any] = [None] * len(shards)
             for numbers in _small_together(as_sent):
                 layouts = [self.transfers[number].shard_layout for number in numbers]
                 for number, gathered in zip(numbers, _all_gather([as_sent[number] for number in numbers], layouts), strict=True):
-                    rounded = self.sent == "bfloat16" and shards[number].dtype == jnp.float32
-                    full[number] = Bfloat16().decode(gathered, 0) if rounded else gathered
+                    full[number] = Bfloat16().decode(gathered, 0) if rounded[number] else gathered
             return full
-
-    def _as_sent(self, shard: jax.Array) -> jax.Array:
-        if shard.dtype != jnp.float32 or self.sent == "exact":
-            return shard
-        return Bfloat16().encode(shard) if self.sent == "bfloat16" else shard.astype(self.sent)
 
     def _reduce(self, grads: list[jax.Array], residuals: dict[int, jax.Array]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         transfers = self.transfers

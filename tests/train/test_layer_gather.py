@@ -11,6 +11,7 @@ from flax import nnx
 
 import spmd
 from spmd.errors import LayoutError
+from spmd.jaxpr import equations
 from spmd.nn import LayerStack
 from spmd.tree import flatten
 from spmd.wire.reduction import RESIDUAL
@@ -177,6 +178,16 @@ def test_every_layer_is_gathered_forward_and_backward_and_reduced_in_the_loop():
         ("gather_params", "all_gather", (1, small)),
         ("reduce_gradients/bfloat16", "all_to_all", (8, small)),
     ]
+
+
+def test_weights_are_gathered_in_the_dtype_of_the_computation():
+    program, _ = trainer_of(sharded("layer"), precision="bfloat16").prepare(batch())
+    found = list(equations(program._traced.jaxpr.jaxpr))
+
+    def dtypes(primitive):
+        return {x.aval.dtype.name for op in found if op.primitive.name == primitive for x in op.invars}
+
+    assert dtypes("all_gather") == dtypes("dot_general") == {"bfloat16"}
 
 
 def test_memory_of_gathered_weights_does_not_grow_with_the_layers():
