@@ -48,10 +48,21 @@ class GPT(nnx.Module):
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = None if tied else nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
 
+    def features(self, tokens: jax.Array) -> jax.Array:
+        """What the head is applied to, [rows, length, width], of `tokens` [rows, length]."""
+        return self.norm(self.blocks(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))))
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits [rows, length, vocab] of the character after each of `tokens` [rows, length]."""
-        x = self.norm(self.blocks(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))))
+        x = self.features(tokens)
         return self.tokens.attend(x) if self.head is None else self.head(x)
+
+
+def cross_entropy(model: GPT, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(sum, count) over all characters. Logits exist for a chunk of them at a time."""
+    table, vocab_dim = (model.tokens.embedding, 0) if model.head is None else (model.head.kernel, 1)
+    features = model.features(batch["tokens"])
+    return spmd.losses.cross_entropy_from_features(features, table[...], batch["targets"], vocab_dim=vocab_dim)
 
 
 def with_pipeline(layout: spmd.Layout, **options: Any) -> spmd.Layout:
@@ -87,7 +98,7 @@ def main(argv: list[str] | None = None) -> spmd.Result:
     result = spmd.fit(
         lambda: GPT(**{name: getattr(args, name) for name in (*SIZES, "tied")}, rngs=nnx.Rngs(0)),
         train,
-        loss=spmd.losses.cross_entropy,
+        loss=cross_entropy,
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
         mesh=args.mesh,
         layout=with_pipeline(spmd.Layout.load(args.layout), microbatches=args.microbatches, groups=args.groups),

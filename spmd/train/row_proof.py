@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.train import chunked_cross_entropy
 from spmd.train.row_rules import RULES
 from spmd.train.row_values import SIMPLE, Fixed, PerRow, Sizes, Summed, Value, joined, moved_dim, simple
 
 MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object in both traces, to be compared by value
 OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 JAX = str(Path(jax.__file__).parent)
+CHUNKED = chunked_cross_entropy.__file__
 SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -96,6 +98,8 @@ class Walk(Sizes):
             return self.scan(one, other, values)
         if name == "cond":
             return self.cond(one, other, values)
+        if name in OWN_GRADIENT and _defined_in(one) == CHUNKED and None not in values:
+            return [_sum_over_tokens(values)]
         if name in OWN_GRADIENT and not _row_by_row(one) and not all(isinstance(value, Fixed) for value in values):
             return [None] * len(one.outvars)  # its gradient is not in the trace
         inner = next((one.params[key] for key in INNER if hasattr(one.params.get(key), "eqns")), None)
@@ -180,8 +184,23 @@ def _closed(value: Any) -> bool:
 
 def _row_by_row(equation: Any) -> bool:
     """Whether this is one of JAX's own functions with a rule of their own, such as relu, whose gradients join no rows."""
+    return equation.primitive.name == "custom_jvp_call" and _defined_in(equation).startswith(JAX)
+
+
+def _defined_in(equation: Any) -> str:
+    """The file that defines a function with a derivative of its own."""
     defined = getattr(getattr(equation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
-    return equation.primitive.name == "custom_jvp_call" and (getattr(defined, "func_filename", None) or "").startswith(JAX)
+    return getattr(defined, "func_filename", None) or ""
+
+
+def _sum_over_tokens(values: Sequence[Any]) -> Value:
+    """What `cross_entropy_from_features` returns: a weighted sum over tokens, whatever the chunks, of what each token's features give."""
+    features, *head, labels, weights = values
+    at = (features.dim, features.inner) if isinstance(features, PerRow) and not features.power else None
+    tokens = at is not None and isinstance(labels, PerRow) and (labels.dim, labels.inner) == at
+    counted = isinstance(weights, Fixed) or (isinstance(weights, PerRow) and (weights.dim, weights.inner) == at)
+    fixed = all(isinstance(value, Fixed) and not value.power for value in head)
+    return Summed(weights.power) if tokens and counted and fixed else None
 
 
 def walked(
