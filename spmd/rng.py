@@ -45,6 +45,43 @@ def part_key(key: jax.Array, part: Any, parts: int, *, rows: int) -> jax.Array:
     return jax.random.wrap_key_data(_tagged(data[:2], number), impl=_implementation(rows, known[1] * parts))
 
 
+def tile_bits(key: jax.Array, shape: tuple[int, ...], start: tuple[Any, ...], tile: tuple[int, ...]) -> jax.Array:
+    """uint32[tile]: what `jax.random.bits(key, shape)` has from `start` on, without the rest; starts may be traced.
+
+    `key` is a threefry key, or one that `worker_key` made of one. With a key of another kind, bits depend on the tiles.
+    """
+    data, words = jax.random.key_data(key), tuple(jnp.asarray(first, jnp.uint32) for first in start)
+    sizes = _SIZES.get(jax.random.key_impl(key))
+    if sizes is None and jax.random.key_impl(key) != _THREEFRY:
+        return jax.random.bits(functools.reduce(jax.random.fold_in, words, key), tile)
+    index = (jnp.uint32(0), jnp.uint32(0))
+    if sizes is not None and shape[0] % sizes[0] == 0:
+        index = _product(jnp.where(data[2] == _ROW, jnp.uint32(0), data[2]), math.prod(shape))
+    for dim, (first, size) in enumerate(zip(words, tile, strict=True)):
+        place = first + lax.broadcasted_iota(jnp.uint32, (size, *[1] * (len(tile) - dim - 1)), 0)
+        index = _sum(index, _product(place, math.prod(shape[dim + 1 :])))
+    high, low = (jnp.broadcast_to(word, tile) for word in index)
+    first, second = jax_random.threefry2x32_p.bind(data[0], data[1], high, low)
+    return first ^ second
+
+
+def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+    """`x * factor` as two 32-bit words, the high one first; `x` is uint32, and `factor` has 64 bits."""
+    high, low = np.uint32(factor >> 32 & 0xFFFFFFFF), factor & 0xFFFFFFFF
+    halves = [np.uint32(low & 0xFFFF), np.uint32(low >> 16)]
+    mask, half = np.uint32(0xFFFF), np.uint32(16)
+    ones, twos = (x & mask) * halves[0], (x >> half) * halves[1]
+    crossed = [(x & mask) * halves[1], (x >> half) * halves[0]]
+    middle = (ones >> half) + (crossed[0] & mask) + (crossed[1] & mask)
+    return twos + (crossed[0] >> half) + (crossed[1] >> half) + (middle >> half) + x * high, x * np.uint32(low)
+
+
+def _sum(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The sum of two numbers of two words each."""
+    low = a[1] + b[1]
+    return a[0] + b[0] + (low < b[1]).astype(jnp.uint32), low
+
+
 @functools.cache
 def _implementation(rows: int, workers: int) -> Any:
     """The kind of key for workers of this many rows; its data are threefry's two words and the worker's number."""

@@ -13,6 +13,8 @@ from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.specs import Entry, Spec, entry_axes
 from spmd.wire.server.declaration import ParameterServer
 
+IMPLEMENTATIONS = ("auto", "cudnn", "triton", "splash", "xla", "chunked")  # of attention
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
 
 
@@ -95,6 +97,21 @@ class Remat:
 
 
 @dataclasses.dataclass(frozen=True)
+class Attention:
+    """The implementation of attention: of `spmd.nn.attention`, and of JAX's and flax's functions, which models call unchanged.
+
+    `implementation` is "auto", "cudnn" or "triton" (GPUs), "splash" (TPUs), "chunked", or "xla", which holds all scores. None: models
+    compute attention as they are written, and `spmd.nn.attention` is "xla".
+
+    Example:
+      >>> Layout(attention=Attention("auto")).attention.implementation
+      'auto'
+    """
+
+    implementation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """Where every array lives and how gradients are reduced.
 
@@ -118,6 +135,7 @@ class Layout:
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
+    attention: Attention = Attention()
     compiler: Compiler = Compiler()  # noqa: RUF009
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it

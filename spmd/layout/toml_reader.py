@@ -14,7 +14,7 @@ from spmd.fields import as_toml
 from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
-from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
+from spmd.layout.schema import Attention, Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.server import server_problems
 from spmd.layout.toml_tables import CHOICES as CHOICES, Tables, is_number, register_hint
 from spmd.layout.toml_writer import dumps
@@ -120,6 +120,7 @@ class _Reader(Tables):
             pipeline=pipeline,
             sequence=sequence,
             experts=Experts(**self.fields(self.table(data, "experts"), "experts", Experts)),
+            attention=self.attention(data),
             compiler=self.compiler(self.table(data, "compiler")),
         )
 
@@ -164,6 +165,10 @@ class _Reader(Tables):
         for pattern in modules:
             self.pattern(pattern, "[remat] modules", self.key_line("remat", "modules"))
         return Remat(**values, modules=tuple(modules))
+
+    def attention(self, data: dict[str, Any]) -> Attention:
+        values = self.fields(self.table(data, "attention"), "attention", Attention)
+        return Attention(**{"implementation": "auto"} if data.get("attention") == {} else values)
 
     def compiler(self, table: dict[str, Any]) -> Compiler:
         self.unknown(table, [field.name for field in dataclasses.fields(Compiler)], "compiler")

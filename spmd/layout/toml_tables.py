@@ -10,6 +10,7 @@ from spmd.errors import Problem, closest, did_you_mean
 from spmd.fields import Conflict, as_toml, is_one_of, plain_types
 from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
+from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.declaration import MODES, PLACEMENTS
@@ -23,6 +24,7 @@ CHOICES = {
     "parameter_server.mode": MODES,
     "pipeline.schedule": SCHEDULES,
     "sequence.order": ORDERS,
+    "attention.implementation": IMPLEMENTATIONS,
     "remat.save": ("everything", "dots", "nothing"),
 }
 ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}  # functions of spmd.wire that add a choice

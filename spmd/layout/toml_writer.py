@@ -7,6 +7,8 @@ from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Batch, Layout, Rule
 from spmd.specs import spec_text
 
+TABLES = ("default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "compiler")
+
 
 def dumps(layout: Layout) -> str:
     """The TOML text of a layout; only what differs from the defaults is written."""
@@ -20,7 +22,7 @@ def dumps(layout: Layout) -> str:
     if layout.axes:
         blocks.append(["[axes]", *(f"{_value(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes)])
     blocks += [_rule_lines("activations", rule) for rule in layout.activations]
-    for name in ("default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts", "compiler"):
+    for name in TABLES:
         table = getattr(layout, name)
         if table != type(table)():
             blocks.append([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in changed_values(table).items())])

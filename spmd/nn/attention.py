@@ -1,16 +1,24 @@
-"""Attention for models whose sequences a layout may shard."""
+"""Attention for models whose sequences a layout may shard, by the implementation that the layout or the platform chooses."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, LayoutError, OptionError, did_you_mean
 from spmd.layout.fixes import near_multiples
+from spmd.layout.schema import IMPLEMENTATIONS
+from spmd.nn.attention_kernels import KERNELS, Attend, choose
+from spmd.nn.chunked_attention import ScoreArrays, Scoring
+from spmd.nn.constraints import manual_axes
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
 from spmd.tree import describe
+
+RING_OPTIONS = {"a causal mask", "a key mask"}
 
 
 def attention(
@@ -19,28 +27,47 @@ def attention(
     value: jax.Array,
     *,
     causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
     key_mask: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Softmax attention: for every query, the mean of the values, weighted by the softmax of the scores of its key.
 
-    On one device, and under a layout that does not shard sequences, it is `jax.nn.dot_product_attention`. Under  [sequence] axis =
-    "context"  the sequence is sharded over the devices of that axis. Keys and values are passed around the ring of devices, and no device
-    ever holds the full sequence or its score matrix (`spmd.nn.ring_attention`, with sources). The result is the same up to the order of
-    sums, in float32.
+    Which implementation computes it is said by the argument, or by the layout's `[attention]`; without either it is "xla". "auto" takes
+    the first that the platform has and that takes the shapes and options; the choice is among the notes of a run. Under  [sequence]
+    axis = "context"  the sequence is sharded over the devices of that axis. Keys and values are passed around the ring of devices, and no
+    device ever holds the full sequence or its score matrix (`spmd.nn.ring_attention`, with sources). The result is the same up to the
+    order of sums, in float32.
 
     Args:
       query: [rows, length, heads, head_dim].
       key, value: [rows, length of keys, heads, head_dim]; fewer heads if they divide those of the queries (grouped queries).
       causal: a position sees itself and those before it.
+      window: how many positions before and after its own a query sees; one number for both, None for no bound.
       key_mask: bool[rows, length of keys], False at keys that are masked out (padding). A query without any key gets zeros.
+      key_lengths: int32[rows], as a mask that is True for so many keys. cuDNN takes padding in this form.
+      segment_ids: int32[rows, length], packed sequences: a query sees the keys of its own segment. A pair if keys have other ones.
+      mask: bool, broadcast to [rows, heads, length, length of keys]; False where a query does not see a key.
+      bias: added to the scores, of such a shape.
       scale: of the scores; 1 / sqrt(head_dim) by default.
+      soft_cap: a bound on scores: x becomes soft_cap * tanh(x / soft_cap).
+      dropout: the share of weights that are dropped, drawn with `dropout_key`.
+      implementation: "auto", "cudnn", "triton", "splash", "xla" or "chunked"; None: that of the layout.
 
     Returns:
       [rows, length, heads, head_dim], in the dtype and sharding of the query.
 
     Raises:
-      OptionError: shapes do not match.
+      OptionError: shapes do not match; the implementation is not there, or does not take them.
+      LayoutError: the same of the layout's implementation.
       DataError: the devices of the axis (twice that in balanced order) do not divide a length.
 
     Example:
@@ -48,36 +75,148 @@ def attention(
       >>> attention(x, x, x, causal=True)[0, 0, 0]  # the first position sees only itself
       Array([0., 1., 2., 3.], dtype=float32)
     """
-    _check(query, key, value, key_mask)
+    segments = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
+    arrays = ScoreArrays(_four_dims(mask), _four_dims(bias), key_mask, key_lengths, segments, dropout_key if dropout else None)
+    _check(query, key, value, arrays)
+    _check_dropout(dropout, dropout_key)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scoring = Scoring(scale, causal, _window(window), soft_cap, dropout)
+    return attend(Attend(scoring, query, key, value, arrays), implementation)
+
+
+def attend(call: Attend, implementation: str | None = None) -> jax.Array:
+    """An attention by the implementation that is asked for, by the argument or the layout, and sharded as the layout says."""
     parallel = current()
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise OptionError(f'attention: no implementation "{implementation}".', fix=did_you_mean(implementation, IMPLEMENTATIONS))
+    if parallel.attention is not None:
+        parallel.used.add("attention")
     axis = parallel.sequence.axis
-    if axis is None:
-        return _unsharded(query, key, value, causal, key_mask, scale)
-    parallel.used.add("sequence")
-    if parallel.axis_size(axis) == 1:
-        return _unsharded(query, key, value, causal, key_mask, scale)
+    if axis is not None:
+        parallel.used.add("sequence")
+        if parallel.axis_size(axis) > 1:
+            return _ring(parallel, axis, call, implementation)
+    wanted, platform = implementation or parallel.attention or "xla", parallel.platform or jax.default_backend()
+    local = _Sharded(parallel, call)
+    name, reasons = choose(wanted, local.call, platform)
+    if name in reasons:
+        raise _cannot(wanted, reasons[name], implementation is None, choose("auto", local.call, platform)[0])
+    if wanted != "xla":
+        declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
+        parallel.notes[f"{'note: ' if reasons else ''}attention of {local.call}: {name}{declined}."] = None
+    return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
+
+
+def _cannot(wanted: str, why: str, by_layout: bool, other: str) -> OptionError | LayoutError:
+    """The error for an implementation that cannot compute what it is asked for; `other` is what "auto" takes."""
+    fix = f'implementation = "auto", which is {other} here.'
+    if by_layout:
+        return LayoutError(f'[attention] implementation = "{wanted}": {why}.', fix=fix)
+    return OptionError(f'attention(implementation="{wanted}"): {why}.', fix=fix)
+
+
+class _Sharded:
+    """An attention on each device's shards: rows over data axes, heads over the axes that no table of the layout has another use for.
+
+    Attributes:
+      call: that of one device, as shapes.
+    """
+
+    def __init__(self, parallel: ParallelConfig, call: Attend):
+        self.parallel, self.full = parallel, call
+        (rows, _, heads, _), groups = call.query.shape, call.key.shape[2]
+        mesh_axes = tuple(parallel.mesh.shape) if parallel.mesh is not None else ()
+        self.axes = tuple(axis for axis in mesh_axes if axis not in manual_axes())
+        self.rows = parallel.auto_row_axes(rows)
+        others = (*parallel.data, parallel.pipeline.axis, parallel.sequence.axis, parallel.experts.axis)
+        self.heads: tuple[str, ...] = ()
+        for axis in self.axes:
+            more = (*self.heads, axis)
+            if (axis not in others or parallel.axis_size(axis) == 1) and heads % self._devices(more) == 0:
+                self.heads = more
+        # each device needs the groups of its heads: where there are fewer groups than devices, they are repeated
+        self.groups = groups if groups % self._devices(self.heads) == 0 else math.lcm(groups, self._devices(self.heads))
+        self.groups = self.groups if heads % self.groups == 0 else heads
+
+    def _devices(self, axes: tuple[str, ...]) -> int:
+        return math.prod(map(self.parallel.axis_size, axes))
+
+    @property
+    def call(self) -> Attend:
+        """The shapes on one device."""
+        rows, heads = self._devices(self.rows), self._devices(self.heads)
+
+        def local(x: Any, heads_of_x: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0] // rows, x.shape[1], heads_of_x // heads, x.shape[3]), x.dtype)
+
+        call = self.full
+        query, key, value = local(call.query, call.query.shape[2]), local(call.key, self.groups), local(call.value, self.groups)
+        return dataclasses.replace(call, query=query, key=key, value=value)
+
+    def run(self, function: Any) -> jax.Array:
+        """`function` of the attention on each device's shards, in a region in which all mesh axes are manual."""
+        call = self.full
+        if not self.axes:
+            return function(call)
+        repeats = self.groups // call.key.shape[2]
+        key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (call.key, call.value))
+        by_head, by_row = PartitionSpec(self.rows or None, None, self.heads or None), PartitionSpec(self.rows or None)
+
+        def on_shards(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> jax.Array:
+            if call.arrays.segments is not None and call.arrays.segments[0] is call.arrays.segments[1]:
+                arrays = arrays._replace(segments=(arrays.segments[0],) * 2)  # type: ignore[index]
+            return function(Attend(call.scoring, query, key, value, arrays))
+
+        run = self.parallel.shard_map(self.axes, on_shards, (by_head, by_head, by_head, by_row), by_head)
+        return run(call.query, key, value, call.arrays)
+
+
+def _ring(parallel: ParallelConfig, axis: str, call: Attend, implementation: str | None) -> jax.Array:
+    """Attention over a sequence that is sharded over `axis`."""
+    query, key, scoring = call.query, call.key, call.scoring
+    where = f'attention ([sequence] axis = "{axis}", {parallel.axis_size(axis)} devices)'
+    wanted = implementation or parallel.attention or "auto"
+    if wanted not in ("auto", "chunked"):
+        raise OptionError(f'{where}: implementation = "{wanted}": the ring computes tiles of its own.', fix='implementation = "auto".')
+    if refused := [option for option in call.options if option not in RING_OPTIONS]:
+        fix = "a layout without [sequence], or attention without them."
+        raise OptionError(f"{where}: the ring does not take {', '.join(refused)}.", fix=fix)
+    causal = scoring.causal
     balanced = causal and parallel.sequence.order == "balanced"
-    ring = Ring(parallel, axis, parallel.auto_row_axes(query.shape[0]), causal, 2 if balanced else 1, scale)
-    _check_lengths(parallel, ring, query, key)
+    ring = Ring(parallel, axis, parallel.auto_row_axes(query.shape[0]), causal, 2 if balanced else 1, scoring.scale)
+    _check_lengths(where, ring, query, key)
     (rows, length, _, size), groups = query.shape, key.shape[2]
-    arrays = (query.reshape(rows, length, groups, -1, size), key, value, key_mask)
+    arrays = (query.reshape(rows, length, groups, -1, size), key, call.value, call.arrays.key_mask)
     out: Any = ring_attention(ring, *(ring.run(into_ring, *arrays) if balanced else arrays))
     return (ring.run(out_of_ring, out) if balanced else out).reshape(query.shape)
 
 
-def _unsharded(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, mask: jax.Array | None, scale: float) -> jax.Array:
-    """Attention on unsharded arrays."""
-    if mask is None:
-        return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=causal)
-    visible = mask[:, None, None, :]
-    out = jax.nn.dot_product_attention(query, key, value, mask=visible, scale=scale, is_causal=causal)
-    if causal:
-        visible = visible & jnp.tri(query.shape[1], key.shape[1], dtype=bool)
-    return jnp.where(visible.any(axis=-1).swapaxes(1, 2)[..., None], out, jnp.zeros_like(out))
+def _four_dims(x: jax.Array | None) -> jax.Array | None:
+    """An array that is broadcast to [rows, heads, length, length of keys], with four dims."""
+    return x if x is None or x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> None:
+def _window(window: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """Positions before and after a query.
+
+    Raises:
+      OptionError: not numbers from 0.
+    """
+    before_after = window if isinstance(window, tuple) else (window, window)
+    if len(before_after) != 2 or not all(size is None or (type(size) is int and size >= 0) for size in before_after):
+        raise OptionError(f"attention: window={window!r}.", fix="a number of positions from 0, or a pair: before and after.")
+    return before_after
+
+
+def _check_dropout(dropout: float, key: jax.Array | None) -> None:
+    """Check the share that is dropped, and that there is a key to draw with."""
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise OptionError(f"attention: dropout={dropout!r}.", fix="a share from 0, below 1.")
+    if dropout and key is None:
+        raise OptionError(f"attention: dropout={dropout} without a key.", fix="dropout_key=rngs.dropout(), or dropout=0 in evaluation.")
+
+
+def _check(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> None:
     """Check that shapes match."""
     matches = query.ndim == key.ndim == 4 and key.shape == value.shape
     matches = matches and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and query.shape[2] % max(key.shape[2], 1) == 0
@@ -85,18 +224,33 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
         shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
         fix = "[rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, "
         raise OptionError(f"attention: {shown}.", fix=f"{fix}and heads that divide the query's.")
-    if mask is not None and (mask.shape != key.shape[:2] or mask.dtype != bool):
-        raise OptionError(f"attention: key_mask is {describe(mask)}.", fix=f"bool[{key.shape[0]}, {key.shape[1]}], one for each key.")
+    rows, length, heads, _ = query.shape
+    by_query, by_key = (rows, length), key.shape[:2]
+    if arrays.key_mask is not None and (arrays.key_mask.shape != by_key or arrays.key_mask.dtype != bool):
+        fix = f"bool{list(by_key)}, one for each key."
+        raise OptionError(f"attention: key_mask is {describe(arrays.key_mask)}.", fix=fix)
+    lengths = arrays.key_lengths
+    if lengths is not None and (lengths.shape != (rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer)):
+        raise OptionError(f"attention: key_lengths is {describe(lengths)}.", fix=f"int32[{rows}], one for each row.")
+    for ids, shape, of in zip(arrays.segments or (), (by_query, by_key), ("query", "key"), strict=False):
+        if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise OptionError(f"attention: segment_ids is {describe(ids)}.", fix=f"int32{list(shape)}, one for each {of}.")
+    full = (rows, heads, length, key.shape[1])
+    for name, x in (("mask", arrays.mask), ("bias", arrays.bias)):
+        wanted = "bool" if name == "mask" else "float"
+        of_kind = x is None or (x.dtype == bool if name == "mask" else jnp.issubdtype(x.dtype, jnp.floating))
+        if x is not None and (x.ndim != 4 or any(size not in (1, most) for size, most in zip(x.shape, full, strict=True)) or not of_kind):
+            raise OptionError(f"attention: {name} is {describe(x)}.", fix=f"{wanted}{list(full)}, or 1 in place of a size.")
 
 
-def _check_lengths(parallel: ParallelConfig, ring: Ring, query: jax.Array, key: jax.Array) -> None:
+def _check_lengths(where: str, ring: Ring, query: jax.Array, key: jax.Array) -> None:
     """Check that the ring can shard the lengths."""
-    where, unit = f'[sequence] axis = "{ring.axis}", {ring.count} devices', ring.count * ring.parts
+    unit = ring.count * ring.parts
     if ring.causal and query.shape[1] != key.shape[1]:
-        why = f"attention ({where}): {query.shape[1]} queries and {key.shape[1]} keys under a causal mask."
+        why = f"{where}: {query.shape[1]} queries and {key.shape[1]} keys under a causal mask."
         raise DataError(why, fix="as many of each, or a layout that does not shard sequences.")
     for length in (query.shape[1], key.shape[1]):
         if length % unit:
             parts = f"{unit} parts, two for each device in balanced order" if ring.parts == 2 else f"{unit} devices"
             why = f"a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves {length % unit}."
-            raise DataError(f"attention ({where}): {why}", fix=f"sequences of {near_multiples(length, unit)}, padded if need be.")
+            raise DataError(f"{where}: {why}", fix=f"sequences of {near_multiples(length, unit)}, padded if need be.")

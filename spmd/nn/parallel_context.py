@@ -20,6 +20,7 @@ from spmd.nn.schedule import Schedule
 from spmd.specs import spec_axes
 from spmd.xla import shard_map
 
+ATTENTIONS = "spmd.nn.attention, jax.nn.dot_product_attention, or flax's attention"
 MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
 
 
@@ -29,6 +30,8 @@ class ParallelConfig:
 
     Attributes:
       data: the mesh axes over which rows are sharded. In the manual step they are already manual, and a module sees one worker's rows.
+      attention: the layout's implementation of attention; None: the layout says nothing.
+      platform: of the devices, "cpu", "cuda" ...; None: this process's.
       in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.layer_order`).
       unroll: whether loops are unrolled (for a convolution in a loop's body, on a CPU).
       row_splits: the number of parts into which the step will split the rows that a module now sees: accumulation, workers.
@@ -38,6 +41,7 @@ class ParallelConfig:
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and "time_chunk", "sequence", "experts".
       schedules: the schedule of every stack that was called, by a name for each.
+      notes: lines on what modules have chosen, to be shown before a run, as keys.
     """
 
     mesh: Mesh | None = None
@@ -45,6 +49,8 @@ class ParallelConfig:
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
+    attention: str | None = None
+    platform: str | None = None
     in_stage_order: bool = False
     unroll: bool = False
     row_splits: int = 1
@@ -53,6 +59,7 @@ class ParallelConfig:
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
+    notes: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
     def check_used(self, source: str) -> None:
         """Check, once the loss was traced, that it uses every axis that the layout `source` names for a part of the model.
@@ -67,6 +74,9 @@ class ParallelConfig:
             if axis is not None and table not in self.used:
                 why = f'[{table}] axis = "{axis}", but the loss never calls {function}, so nothing is sharded over "{axis}".'
                 raise LayoutError(f"{source}: {why}", fix=f"{function} in the model, or a layout without [{table}].")
+        if self.attention is not None and "attention" not in self.used:
+            why = f'{source}: [attention] implementation = "{self.attention}", but the loss calls no attention that it applies to.'
+            raise LayoutError(why, fix=f"{ATTENTIONS} in the model, or a layout without [attention].")
 
     def axis_size(self, axis: str | None) -> int:
         """The number of devices along a mesh axis; 1 for None."""

@@ -61,7 +61,8 @@ class Program:
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
-        (value, extra), self._jaxpr = trace_objective(placed, self._train_objective, sample, self.rows, seen, self.schedules)
+        chosen: dict[str, None] = {}  # by modules
+        (value, extra), self._jaxpr = trace_objective(placed, self._train_objective, sample, self.rows, seen, self.schedules, chosen)
         # what in a batch makes the loss NaN, as the end of a sentence
         self.nan_causes = nan_causes(self._train_objective.loss, self._train_objective.outputs)
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
@@ -73,6 +74,7 @@ class Program:
         placed.model.check_remat(placed.resolved.layout.remat.modules)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
         self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, placed.abstract_state.params)
+        self.notes += chosen
         self._loss_names = (LOSS, *extra)
         self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
@@ -82,7 +84,7 @@ class Program:
         self.has_convolutions = has_convolution(equations(self._jaxpr.jaxpr))
         self._unroll = self.has_convolutions and placed.platform == "cpu"
         self.donate_argnums = () if self._unroll else (0,)  # of a step's arguments
-        self._parallel = dataclasses.replace(placed.parallel, unroll=self._unroll, schedules={})
+        self._parallel = dataclasses.replace(placed.parallel, unroll=self._unroll, schedules={}, notes={})
         self._outside = dataclasses.replace(self._parallel, gather_layer=LayerReplicate(self.sync) if self.sync.layerwise else None)
         self.compiler_options = xla_options(placed.resolved.layout.compiler, placed.platform)  # by XLA's names
         self._jit = functools.partial(jax.jit, compiler_options=self.compiler_options)

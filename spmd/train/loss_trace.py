@@ -17,17 +17,25 @@ from spmd.tree import Tree, abstract
 
 
 def trace_objective(
-    placed: PlacedModel, objective: Objective, sample: Tree, rows: int, seen: Seen, schedules: dict[str, Schedule] | None = None
+    placed: PlacedModel,
+    objective: Objective,
+    sample: Tree,
+    rows: int,
+    seen: Seen,
+    schedules: dict[str, Schedule] | None = None,
+    notes: dict[str, None] | None = None,
 ) -> tuple[tuple, Any]:
     """The shapes that an objective returns on `rows` rows like those of `sample`, and its jaxpr.
 
     Args:
       seen: records the submodules that the model calls.
+      notes: takes what modules say about their choices.
       schedules: takes the pipeline schedule of each stack; None traces evaluation, and records none.
     """
     training, dtype = schedules is not None, compute_dtype(placed.config.precision)
     row_splits = placed.config.accumulate * placed.exchange.worker_count // placed.resolved.workers
     parallel = dataclasses.replace(placed.parallel, row_splits=row_splits, schedules={} if schedules is None else schedules)
+    parallel = dataclasses.replace(parallel, notes={} if notes is None else notes)
 
     def run(variables: Variables, batch: Tree, key: Any) -> tuple:
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))

@@ -206,7 +206,16 @@ class PlacedModel:
         """How the forward pass is sharded."""
         layout = self._fitted.layout
         data = self._fitted.data_axes
-        return ParallelConfig(self.mesh, data, layout.pipeline, layout.sequence, layout.experts, in_stage_order=self.order is not None)
+        return ParallelConfig(
+            self.mesh,
+            data,
+            layout.pipeline,
+            layout.sequence,
+            layout.experts,
+            attention=layout.attention.implementation,
+            platform=self.platform,
+            in_stage_order=self.order is not None,
+        )
 
     @functools.cached_property
     def _abstract(self) -> State:

@@ -1,0 +1,288 @@
+"""Every implementation of attention equals the plain softmax, forward and backward, with all options; none holds an array of all scores."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.errors import OptionError
+from spmd.nn import attention_kernels, chunked_attention
+from spmd.nn.attention_kernels import Attend
+from spmd.nn.chunked_attention import ScoreArrays, Scoring
+from spmd.rng import tile_bits, worker_key
+
+ROWS, HEADS, GROUPS, SIZE = 2, 4, 2, 8
+KEY = jax.random.key(7)
+
+
+def inputs(queries=13, keys=13, groups=GROUPS, rows=ROWS, heads=HEADS, size=SIZE, dtype="float32"):
+    """Queries, keys, values, and a gradient for the result."""
+    random = np.random.default_rng(0)
+    shapes = [(rows, queries, heads, size), (rows, keys, groups, size), (rows, keys, groups, size), (rows, queries, heads, size)]
+    return [jnp.asarray(random.normal(size=shape), jnp.dtype(dtype)) for shape in shapes]
+
+
+def reference(
+    query, key, value, *, causal=False, window=None, key_mask=None, key_lengths=None, segment_ids=None, mask=None, bias=None,
+    scale=None, soft_cap=None, dropout=0.0, dropout_key=None,
+):  # fmt: skip
+    """The textbook's formula, over an array of all scores; a query that sees no key gets zeros."""
+    (_, queries, heads, size), keys = query.shape, key.shape[1]
+    key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (size**-0.5 if scale is None else scale)
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    scores = scores if bias is None else scores + bias
+    seen = np.ones((1, 1, queries, keys), bool)
+    at, behind = np.arange(queries)[:, None], np.arange(keys)
+    if causal:
+        seen = seen & (behind <= at)
+    if window is not None:
+        before, after = window if isinstance(window, tuple) else (window, window)
+        seen = seen & (before is None or behind >= at - before) & (after is None or behind <= at + after)
+    seen = seen if mask is None else seen & mask
+    seen = seen if key_mask is None else seen & key_mask[:, None, None, :]
+    seen = seen if key_lengths is None else seen & (behind < key_lengths[:, None])[:, None, None]
+    if segment_ids is not None:
+        of_query, of_key = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        seen = seen & (of_query[:, None, :, None] == of_key[:, None, None, :])
+    weights = jnp.where(seen, jnp.exp(scores - jnp.where(seen, scores, -1e9).max(-1, keepdims=True)), 0.0)
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    if dropout:
+        weights = jnp.where(jax.random.bernoulli(dropout_key, 1 - dropout, weights.shape), weights / (1 - dropout), 0.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def with_gradients(function, query, key, value, grad, **options):
+    """The result and the gradients of all that have one, the bias too."""
+    bias = {"bias": options.pop("bias")} if "bias" in options else {}
+
+    @jax.jit
+    def run(query, key, value, bias, grad):
+        out, back = jax.vjp(lambda q, k, v, b: function(q, k, v, **b, **options), query, key, value, bias)
+        return out, *jax.tree.leaves(back(grad))
+
+    return run(query, key, value, bias, grad)
+
+
+def worst(ours, theirs):
+    """The largest difference, as a share of the largest number in each array."""
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(ours, theirs, strict=True)]
+    return max(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) for a, b in pairs)
+
+
+def random_mask(*shape):
+    return jnp.asarray(np.random.default_rng(1).random(shape) < 0.6)
+
+
+def random_bias(*shape):
+    return jnp.asarray(np.random.default_rng(2).normal(size=shape), jnp.float32)
+
+
+def ids(length, parts):
+    return jnp.asarray(np.sort(np.random.default_rng(3).integers(0, parts, (ROWS, length)), axis=1), jnp.int32)
+
+
+OPTIONS = {
+    "none": {},
+    "causal": {"causal": True},
+    "window": {"window": 3},
+    "causal window": {"causal": True, "window": 2},
+    "window before": {"window": (4, None)},
+    "window after": {"window": (None, 1)},
+    "soft cap": {"causal": True, "soft_cap": 0.7, "scale": 1.3},
+    "key mask": {"key_mask": random_mask(ROWS, 13)},
+    "rows without keys": {"causal": True, "key_mask": jnp.asarray(np.arange(13) >= np.array([[5], [13]]))},
+    "key lengths": {"key_lengths": jnp.array([0, 9], jnp.int32)},
+    "segments": {"causal": True, "segment_ids": ids(13, 4)},
+    "other segments": {"segment_ids": (ids(13, 3), ids(13, 4))},
+    "mask": {"mask": random_mask(ROWS, 1, 13, 13)},
+    "mask of heads": {"mask": random_mask(HEADS, 13, 13)},
+    "mask of keys": {"mask": random_mask(ROWS, 1, 1, 13)},
+    "bias": {"bias": random_bias(ROWS, HEADS, 13, 13), "causal": True},
+    "bias of heads": {"bias": random_bias(HEADS, 13, 13), "soft_cap": 1.0},
+    "bias of keys": {"bias": random_bias(ROWS, 1, 1, 13)},
+    "dropout": {"causal": True, "dropout": 0.4, "dropout_key": KEY},
+    "everything": {
+        "causal": True, "window": (7, 0), "key_mask": random_mask(ROWS, 13), "segment_ids": ids(13, 2), "soft_cap": 2.0,
+        "mask": random_mask(ROWS, HEADS, 13, 13), "bias": random_bias(1, 1, 13, 13), "dropout": 0.2, "dropout_key": KEY,
+    },
+}  # fmt: skip
+
+
+@functools.cache
+def expected(name):
+    return with_gradients(reference, *inputs(), **OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("implementation", ["chunked", "xla"])
+def test_equals_the_plain_softmax(name, implementation, monkeypatch):
+    """13 queries and keys in tiles of 5 or so: the last is padded, and some are left out."""
+    monkeypatch.setattr(chunked_attention, "TILE", 5)
+    function = functools.partial(spmd.nn.attention, implementation=implementation)
+    ours = with_gradients(function, *inputs(), **OPTIONS[name])
+    assert worst(ours, expected(name)) < 1e-5
+    if name != "none":
+        assert worst(ours[:1], expected("none")[:1]) > 0.01, "the option does something"
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(1, 9, False), (20, 7, True), (7, 20, True), (16, 16, True), (3, 3, True)])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_chunked_takes_any_lengths_and_groups(queries, keys, causal, groups, monkeypatch):
+    monkeypatch.setattr(chunked_attention, "TILE", 6)
+    arrays, options = inputs(queries, keys, groups), {"causal": causal, "window": (8, 3)}
+    chunked = functools.partial(spmd.nn.attention, implementation="chunked")
+    assert worst(with_gradients(chunked, *arrays, **options), with_gradients(reference, *arrays, **options)) < 1e-5
+
+
+def test_queries_without_keys_get_zeros_and_no_gradient():
+    key_mask = jnp.asarray(np.array([[True] * 13, [False] * 13]))
+    for implementation in ("chunked", "xla"):
+        function = functools.partial(spmd.nn.attention, implementation=implementation)
+        for result in with_gradients(function, *inputs(), key_mask=key_mask, soft_cap=1.0):
+            assert np.isfinite(result).all()
+            assert not np.asarray(result)[1].any()
+            assert np.asarray(result)[0].any()
+
+
+def test_chunked_in_bfloat16():
+    """Weights are rounded to bfloat16, 8 bits, before the product with values: 2 % of the largest number."""
+    chunked = functools.partial(spmd.nn.attention, implementation="chunked")
+    ours = with_gradients(chunked, *inputs(dtype="bfloat16"), causal=True)
+    assert all(x.dtype == jnp.bfloat16 for x in ours)
+    assert 1e-4 < worst(ours, expected("causal")) < 2e-2
+
+
+def arrays_of(jaxpr):
+    """The shapes of all arrays in a jaxpr."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in equation.outvars)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from arrays_of(inner)
+
+
+def test_chunked_holds_no_array_of_all_scores():
+    """Of 2,048 queries and keys, forward and backward, also with dropout and masks; the plain one does."""
+    arrays = [jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)] * 4
+    key_mask, segments = np.ones((1, 2048), bool), np.zeros((1, 2048), np.int32)
+
+    def largest(implementation):
+        function = functools.partial(spmd.nn.attention, implementation=implementation, dropout=0.1, dropout_key=KEY, soft_cap=3.0)
+        run = functools.partial(with_gradients, function, causal=True, key_mask=key_mask, segment_ids=segments, window=900)
+        return max(map(math.prod, arrays_of(jax.make_jaxpr(run)(*arrays).jaxpr)))
+
+    tile = chunked_attention.TILE
+    assert largest("chunked") == 2 * tile * tile
+    assert largest("xla") == 2 * 2048 * 2048
+
+
+def test_tiles_that_are_not_seen_are_left_out():
+    def tiles(queries, keys, **options):
+        shape = chunked_attention._Shape((1, 1, 1, queries, keys), 512, 512)
+        return shape.tiles(chunked_attention.Scoring(1.0, **options)).tolist()
+
+    grid = [list(pair) for pair in itertools.product(range(0, 2048, 512), repeat=2)]
+    assert tiles(2048, 2048) == grid
+    assert tiles(2048, 2048, causal=True) == [[q, k] for q, k in grid if k <= q]
+    assert tiles(2048, 2048, causal=True, window=(512, None)) == [[q, k] for q, k in grid if q - 512 <= k <= q]
+    assert tiles(2048, 2048, window=(0, 1)) == [[q, k] for q, k in grid if k in (q, q + 512)]
+    assert tiles(512, 1024, causal=True) == [[0, 0]]
+
+
+def test_dropout_does_not_depend_on_tiles_or_the_worker():
+    """A tile's bits are those of the array of all scores; a worker's are those of its rows in the batch's."""
+    shape, start, tile = (4, 3, 50, 70), (0, 0, 8, 20), (4, 3, 16, 32)
+    for key in (KEY, worker_key(KEY, jnp.uint32(2), rows=4, workers=5), worker_key(KEY, jnp.uint32(2), rows=3, workers=5)):
+        bits = jax.jit(lambda query, key=key: tile_bits(key, shape, (0, 0, query, 20), tile))(8)
+        assert (bits == jax.random.bits(key, shape)[:, :, 8:24, 20:52]).all()
+    other = jax.random.key(7, impl="rbg")
+    assert tile_bits(other, shape, start, tile).shape == tile
+
+
+def test_counts_of_bits_have_64_bits():
+    """Far into an array of more than 2**32 elements, whose bits are computed only there."""
+    shape = (3, 70_000, 70_000)
+    place = (2 * 70_000 + 69_999) * 70_000 + 5
+    bits = tile_bits(KEY, shape, (2, 69_999, 5), (1, 1, 1))
+    count = jnp.array([place >> 32, place & 0xFFFFFFFF], jnp.uint32)
+    first, second = jax.extend.random.threefry_2x32(jax.random.key_data(KEY), count)
+    assert place > 2**33 and bits.item() == first ^ second
+
+
+def test_recomputation_and_vmap(monkeypatch):
+    monkeypatch.setattr(chunked_attention, "TILE", 5)
+    chunked = functools.partial(spmd.nn.attention, implementation="chunked", causal=True)
+    assert worst(with_gradients(jax.checkpoint(chunked), *inputs()), expected("causal")) < 1e-5
+    query, key, value, grad = (x[:, None] for x in inputs())
+    assert worst([x[:, 0] for x in with_gradients(jax.vmap(chunked), query, key, value, grad)], expected("causal")) < 1e-5
+
+
+BAD = {
+    "unknown": {"implementation": "cuddn"},
+    "dropout without a key": {"dropout": 0.1},
+    "dropout of all": {"dropout": 1.0, "dropout_key": KEY},
+    "window": {"window": (1, 2, 3)},
+    "window below zero": {"window": -1},
+    "mask": {"mask": jnp.ones((3, 1, 13, 13), bool)},
+    "mask of numbers": {"mask": jnp.ones((13, 13))},
+    "bias": {"bias": jnp.ones((ROWS, HEADS, 13, 12))},
+    "key mask": {"key_mask": jnp.ones((ROWS, 12), bool)},
+    "key lengths": {"key_lengths": jnp.ones((ROWS, 1), jnp.int32)},
+    "segments": {"segment_ids": jnp.ones((ROWS, 13))},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_invalid_arguments_raise(name, golden):
+    with pytest.raises(OptionError) as caught:
+        spmd.nn.attention(*inputs()[:3], **BAD[name])
+    golden(f"attention_{name.replace(' ', '_')}", str(caught.value))
+    assert caught.value.fix
+
+
+def by_kernel(name, scoring_options, arrays=None):
+    """`spmd.nn.attention`'s kernel, interpreted on the CPU, of the options that it takes."""
+    kernel = {"triton": attention_kernels._triton, "splash": attention_kernels._splash}[name]
+
+    def run(query, key, value):
+        scoring = Scoring(**{"scale": query.shape[-1] ** -0.5, **scoring_options})
+        call = Attend(scoring, query, key, value, arrays or ScoreArrays())
+        assert attention_kernels.KERNELS[name].why_not(call, {"triton": "cuda", "splash": "tpu"}[name]) is None
+        return kernel(call, interpret=True)
+
+    return run
+
+
+SEGMENTS = (ids(64, 4),) * 2
+PALLAS = [
+    ("triton", {}, {"queries": 48, "keys": 48, "size": 16}, {}),
+    ("triton", {"causal": True, "scale": 0.3}, {"queries": 64, "keys": 64, "size": 24}, {}),
+    ("triton", {"causal": True}, {"queries": 64, "keys": 64, "size": 16}, {"segments": SEGMENTS}),
+    ("splash", {"causal": True}, {"queries": 128, "keys": 128, "size": 128}, {}),
+    ("splash", {"causal": True, "window": (30, None), "soft_cap": 0.8}, {"queries": 256, "keys": 256, "size": 128}, {}),
+    ("splash", {"window": (30, 7)}, {"queries": 128, "keys": 128, "size": 128}, {}),
+    ("splash", {}, {"queries": 128, "keys": 256, "size": 128}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "shape", "arrays"), PALLAS)
+def test_kernels_of_jax_equal_the_plain_softmax(name, options, shape, arrays):
+    """With fewer heads of keys than of queries."""
+    data = inputs(**shape)
+    segments = {"segment_ids": arrays["segments"]} if arrays else {}
+    ours = with_gradients(by_kernel(name, options, ScoreArrays(**arrays)), *data)
+    assert worst(ours, with_gradients(reference, *data, **options, **segments)) < 1e-5
+
+
+def test_splash_with_segment_ids():
+    data, segments = inputs(128, 128, size=128), (ids(128, 5),) * 2
+    ours = with_gradients(by_kernel("splash", {"causal": True}, ScoreArrays(segments=segments)), *data)
+    assert worst(ours, with_gradients(reference, *data, causal=True, segment_ids=segments)) < 1e-5
