@@ -1,4 +1,4 @@
-"""One training step, compiled as one program: `train_step`.
+"""One training step, compiled as one program: `train_step`. Its numbers are those of the drawing in docs/architecture.md.
 
 What the variants do differently is handed to it as an `UpdateRule`: `Synchronous`, `Asynchronous` (a parameter server) or `LocalSGD`.
 """
@@ -28,7 +28,8 @@ class Reduced(NamedTuple):
     """What the workers have computed together.
 
     Attributes:
-      values: what the rule's update needs: mean gradients, sharded as the reduction leaves them; or gradients as they arrived.
+      values: what the rule's update needs. `Synchronous`: mean gradients, sharded as the reduction leaves them. `Asynchronous`: gradients
+        as they arrived at the servers. `LocalSGD`: the next parameters and optimizer state of every worker.
       comm_state: the next `State.exchange`.
       metrics: float32[2, names], sums and counts of loss and metrics over the batch; or [workers, 2, names].
       measured: float32[2, names], what the communication measured.
@@ -68,11 +69,14 @@ class UpdateRule(abc.ABC):
 
     @abc.abstractmethod
     def update(self, state: State, reduced: Reduced, loss: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
-        """On global arrays: the next parameters, optimizer state and communication state."""
+        """On global arrays: the next parameters, optimizer state and communication state. (`LocalSGD` ran optax in `reduce`.)"""
 
     @abc.abstractmethod
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
-        """Of the fields of `State` that workers see (None: they do not), all others being replicated; and of what `reduce` returns."""
+        """Specs of fields of `State` (None: workers do not see it), and of what `reduce` returns.
+
+        Of the other fields `State.exchange` is sharded as `GradientSync.data_specs` says; the rest is replicated.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +92,15 @@ def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events
     """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device.
 
     Args:
-      batch: leaves [rows, ...], dim 0 sharded over the workers.
+      state: its `key` never changes. Random numbers follow from the key, the step, the microbatch and the worker.
+      batch: leaves [rows, ...], dim 0 sharded over the workers; replicated where `worker.split` is False.
       weights: float32[rows], 1 for a row of data and 0 for padding, sharded likewise.
       events: what the parameter server's clock says about this step; empty without one.
     """
     state = step.rule.begin(state, events)
-    # 1. to 3. on every worker: gather parameters, compute gradients, reduce them
+    # 1 to 6, on every worker: gather parameters, compute gradients, reduce them
     reduced, stats = reduced_gradients(step, state, batch, weights, events)
-    # 4. optax and the update, on global arrays, so that a norm of the gradients is that of all of them
+    # 7 and 8: the optimizer and its update, on global arrays, so that a norm of the gradients is that of all of them
     loss = mean_loss(reduced.metrics)
     params, opt, comm_state = step.rule.update(state, reduced, loss, events)
     return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state), all_metrics(reduced, events)
@@ -107,9 +112,9 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
     def on_worker(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Reduced, Tree]:
         """One position along the data axes, with its rows."""
         rule, worker = step.rule, step.worker
-        # 1. parameters: this worker's shards, which each microbatch gathers; or a full copy of its own
+        # this worker's shards, which each microbatch gathers; or a full copy of its own
         params = rule.params(state)
-        # 2. value and gradient of the loss on this worker's rows, summed over microbatches
+        # 1 to 3: gathered parameters, value and gradient of the loss on this worker's rows, summed over microbatches
         gradients = worker.worker_gradients if rule.per_worker else worker.position_gradients
         grads, carried, metrics = gradients(params, state, batch, weights, events, rule.axes)
         stats = carried.stats
@@ -117,7 +122,8 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
             if rule.axes:
                 present = present_workers(events, rule.axes, worker.workers_per_position).any() if "present" in events else None
                 stats = sync_stats(stats, rule.axes, present, state.stats)
-        # 3. the mean over workers: encoded, in buckets, with error feedback
+        # 4 to 6: communicated as the rule says: the mean over workers, gradients to the servers, or, in some steps, parameter deltas;
+        # encoded, in buckets, with error feedback where the layout says so
         state = dataclasses.replace(state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.residuals))
         return rule.reduce(state, grads, metrics, events), stats
 
@@ -140,7 +146,7 @@ def shard_over_workers(step: Step, function: Callable, state: State, batch: Tree
 
 
 def already_in_shard_map(step: Step, function: Callable, *arguments: Any) -> Any:
-    """`function` of a worker, called by each inside a `jax.shard_map` over all mesh axes, with all parameters and moments replicated."""
+    """`function` of a worker, inside the `jax.shard_map` over all mesh axes of a sweep, where each trial is replicated over its devices."""
     del step
     return function(*arguments)
 
