@@ -1,0 +1,190 @@
+"""Plans of training steps on GPUs: time, share of the peak, memory and bytes sent, from XLA's GPU compiler, without a GPU.
+
+    pip install -e '.[gpu-compiler]'                   # the compiler alone, 400 MB, no CUDA libraries
+    python benchmarks/gpu_steps.py                     # every case; writes benchmarks/results/gpu_steps.md
+    python benchmarks/gpu_steps.py --only 7B --rows 8  # cases of one model, without writing
+
+Every case is the model of one line of `MODELS` under a shipped layout with the options of `CASES`, compiled as `spmd.plan` does.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import spmd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import reported
+from examples.gpt import named
+from examples.gpt_pipeline import GPT
+
+
+class LlamaBlock(nnx.Module):
+    """Grouped queries with rotary positions, and SwiGLU, each with a residual connection (Touvron et al. 2023, arXiv:2307.09288)."""
+
+    def __init__(self, width: int, heads: int, groups: int, hidden: int, *, rngs: nnx.Rngs):
+        self.heads, self.groups, size = heads, groups, width // heads
+
+        def linear(inputs: int, outputs: int, *names: str) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=named(*names), rngs=rngs)
+
+        self.norm1, self.norm2 = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
+        self.query, self.out = linear(width, heads * size, "embed", "heads"), linear(heads * size, width, "heads", "embed")
+        self.key, self.value = linear(width, groups * size, "embed", "heads"), linear(width, groups * size, "embed", "heads")
+        self.gate, self.up = linear(width, hidden, "embed", "mlp"), linear(width, hidden, "embed", "mlp")
+        self.down = linear(hidden, width, "mlp", "embed")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.norm1(x)
+        query, key, value = (linear(h).reshape(*x.shape[:-1], count, -1) for linear, count in self._projections())
+        mixed = spmd.nn.attention(rotated(query), rotated(key), value, causal=True)
+        x = x + self.out(mixed.reshape(*x.shape[:-1], -1))
+        h = self.norm2(x)
+        return x + self.down(nnx.silu(self.gate(h)) * self.up(h))
+
+    def _projections(self) -> tuple[tuple[nnx.Linear, int], ...]:
+        return (self.query, self.heads), (self.key, self.groups), (self.value, self.groups)
+
+
+def rotated(x: jax.Array, base: float = 500_000.0) -> jax.Array:
+    """Rotary positions of [rows, length, heads, size] (Su et al. 2021, arXiv:2104.09864)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    cos, sin = (function(angles)[:, None, :].astype(x.dtype) for function in (jnp.cos, jnp.sin))
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+class Llama(nnx.Module):
+    """Embeddings, a stack of blocks, and the features of each token, which `head` maps to logits."""
+
+    def __init__(self, *, vocab: int, width: int, depth: int, heads: int, groups: int, hidden: int, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
+        self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: LlamaBlock(width, heads, groups, hidden, rngs=rngs), rngs))
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.head(self.norm(self.blocks(self.tokens(tokens))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model and the tokens in a row."""
+
+    kind: Any
+    length: int
+    sizes: dict[str, int]
+
+
+def gpt(width: int, depth: int, heads: int, length: int) -> Size:
+    return Size(GPT, length, {"vocab": 50304, "width": width, "depth": depth, "heads": heads, "length": length})
+
+
+def llama(width: int, depth: int, heads: int, hidden: int) -> Size:
+    return Size(Llama, 8192, {"vocab": 128256, "width": width, "depth": depth, "heads": heads, "groups": 8, "hidden": hidden})
+
+
+MODELS = {
+    "124M": gpt(768, 12, 12, 1024),
+    "1.3B": gpt(2048, 24, 16, 2048),
+    "7B": gpt(4096, 32, 32, 2048),
+    "Llama 8B": llama(4096, 32, 32, 14336),
+    "Llama 70B": llama(8192, 80, 64, 28672),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step: a model of `MODELS`, rows on each device, and the hardware."""
+
+    model: str
+    rows: int
+    target: str
+    layout: str = "fsdp"
+    depth: int | None = None  # None: the model's own
+
+
+CASES = [
+    Case("124M", 8, "8xh100", "data_parallel"),
+    Case("124M", 32, "8xh100", "data_parallel"),
+    Case("1.3B", 4, "8xh100"),
+    Case("1.3B", 4, "8x8xh100"),
+    *(Case("7B", rows, "8x8xh100", layout) for layout in ("fsdp", "fsdp_bf16") for rows in (1, 8)),
+    Case("7B", 8, "64x8xh100"),
+    *(Case("7B", 1, "8x8xh100", depth=depth) for depth in (16, 64)),
+    Case("Llama 8B", 1, "8x8xh100"),
+    Case("Llama 8B", 1, "64x8xh100"),
+    Case("Llama 70B", 1, "8x8xa100_80"),
+    Case("Llama 70B", 1, "64x8xh100"),
+]
+
+
+def plan(case: Case, *, layers: bool = True) -> Any:
+    """The plan of a case; `layers`: each layer is recomputed in the backward pass."""
+    size = MODELS[case.model]
+    sizes = size.sizes | ({"depth": case.depth} if case.depth else {})
+    devices = [int(part) for part in case.target.split("x")[:-1]]
+    rows = case.rows * int(np.prod(devices))
+    tokens = jax.ShapeDtypeStruct((rows, size.length), "int32")
+    layout = spmd.Layout.load(case.layout)
+    if layers:
+        layout = dataclasses.replace(layout, remat=spmd.Remat(modules=("blocks/layers",)))
+    return spmd.plan(
+        lambda: size.kind(**sizes, rngs=nnx.Rngs(0)),
+        {"tokens": tokens, "targets": tokens},
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.adamw(3e-4),
+        target=case.target,
+        layout=layout,
+        precision="bfloat16",
+    )
+
+
+HEAD = "| model | devices | layout | rows each | step | HFU | MFU | peak | temporaries | sent | exposed |"
+
+
+def row(case: Case, plan: Any) -> str:
+    """A line of the table."""
+    times, memory = plan.timeline, plan.memory
+    name = case.model + (f", {case.depth} layers" if case.depth else "")
+    figures = [
+        f"{times.seconds * 1e3:,.1f} ms",
+        f"{times.hfu:.1%}",
+        f"{times.mfu:.1%}",
+        f"{memory.peak / 2**30:.1f} GiB" + ("" if memory.fits else " (does not fit)"),
+        f"{memory.temporaries / 2**30:.1f} GiB",
+        f"{plan.traffic.bytes() / 2**30:.1f} GiB",
+        f"{times.exposed * 1e3:,.1f} ms",
+    ]
+    return "| " + " | ".join([name, case.target, case.layout, str(case.rows), *figures]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plan training steps on GPUs.")
+    parser.add_argument("--only", help="cases of this model")
+    parser.add_argument("--rows", type=int, help="cases with this many rows on each device")
+    parser.add_argument("--report", action="store_true", help="print each plan's whole report")
+    args = parser.parse_args()
+    chosen = [case for case in CASES if args.only in (None, case.model) and args.rows in (None, case.rows)]
+    lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
+    print("\n".join(lines))
+    for case in chosen:
+        planned = plan(case)
+        lines.append(row(case, planned))
+        print(planned if args.report else lines[-1], flush=True)
+    if chosen == CASES:
+        head = reported.head("Steps on GPUs, planned", "python benchmarks/gpu_steps.py", "jax", "jaxlib", "jax-cuda13-pjrt")
+        reported.write("gpu_steps", [*head, *lines])
+
+
+if __name__ == "__main__":
+    main()
