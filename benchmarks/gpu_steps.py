@@ -23,6 +23,7 @@ import spmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import reported
+
 from examples.gpt import named
 from examples.gpt_pipeline import GPT
 
@@ -172,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plan training steps on GPUs.")
     parser.add_argument("--only", help="cases of this model")
     parser.add_argument("--rows", type=int, help="cases with this many rows on each device")
-    parser.add_argument("--report", action="store_true", help="print each plan's whole report")
+    parser.add_argument("--report", action="store_true", help="print each plan's full report")
     args = parser.parse_args()
     chosen = [case for case in CASES if args.only in (None, case.model) and args.rows in (None, case.rows)]
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]

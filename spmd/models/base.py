@@ -1,6 +1,7 @@
 """What the rest of the library knows of a model: three trees of arrays and a way to call them."""
 
 import abc
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -17,6 +18,7 @@ from spmd.tree import Tree, describe
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
 LAYER_PARAMS = "layer_params"  # names, in a traced loss, the parameters that a stack takes to its layers
+RECOMPUTED = contextvars.ContextVar("recomputed", default=False)  # whether the module that is called next is recomputed by its caller
 PATH = "path"  # metadata of a stack's parameter in a bound model: its path in the model
 
 

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from spmd.errors import ModelError
-from spmd.models.base import PATH, STACKED, Call, Model, Variables, no_such_module, trace_abstractly
+from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, trace_abstractly
 from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
 
@@ -153,7 +153,13 @@ def _rematerialised(kind: type, policy: Callable[..., bool] | None, note: Callab
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         note()
-        return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(self)
+        if not RECOMPUTED.get():
+            return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(self)
+        token = RECOMPUTED.set(False)  # modules inside this one are recomputed once more
+        try:
+            return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+        finally:
+            RECOMPUTED.reset(token)
 
     return _subclass(kind, "Remat", __call__)
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.errors import ModelError, type_name
 from spmd.jaxpr import equations
 from spmd.layout.fixes import first_names
-from spmd.models.base import LAYER_PARAMS, PATH, STACKED
+from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
 from spmd.nn.parallel_context import ParallelConfig
 from spmd.tree import Tree, describe, flatten
 
@@ -291,13 +291,18 @@ def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable
         (params, *rest), residuals = inputs
         traced = jax.make_jaxpr(functools.partial(gather, layers.paths))(params, residuals)
         sizes.update(v.aval.size for equation in equations(traced.jaxpr) for v in (*equation.invars, *equation.outvars))
-        return run_layer(x, (gather(layers.paths, params, residuals), *rest))
+        full = gather(layers.paths, params, residuals)
+        token = RECOMPUTED.set(recomputed)  # a checkpoint inside would wait for all parameters before it computes, and hide no gather
+        try:
+            return run_layer(x, (full, *rest))
+        finally:
+            RECOMPUTED.reset(token)
 
     def keep(primitive: Any, *inputs: Any, **_: Any) -> bool:
         return not (primitive.name in MOVES and any(x.size in sizes for x in inputs))
 
-    layer = next(path.removesuffix(f"/{name}") for name, path in layers.paths.items())
-    policy = gather.remat_policy if gather.recomputes(layer) else keep
+    recomputed = gather.recomputes(next(path.removesuffix(f"/{name}") for name, path in layers.paths.items()))
+    policy = gather.remat_policy if recomputed else keep
     # inside a loop the compiler does not merge the two gathers
     return jax.checkpoint(run, policy=policy, prevent_cse=parallel.unroll), (layers.variables, residuals)
 

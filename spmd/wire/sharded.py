@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -296,7 +297,7 @@ class Gathering:
             rounded = [self.weights == "bfloat16" and shard.dtype == jnp.float32 for shard in shards]
             as_sent = [Bfloat16().encode(shard) if encode else shard for shard, encode in zip(shards, rounded, strict=True)]
             full: list[Any] = [None] * len(shards)
-            for numbers in _small_together(as_sent):
+            for numbers in _small_together(as_sent, [transfer.shard_layout for transfer in self.transfers]):
                 layouts = [self.transfers[number].shard_layout for number in numbers]
                 for number, gathered in zip(numbers, _all_gather([as_sent[number] for number in numbers], layouts), strict=True):
                     full[number] = Bfloat16().decode(gathered, 0) if rounded[number] else gathered
@@ -328,10 +329,11 @@ def gather_leaves(gathering: Gathering, shards: list[jax.Array], residuals: dict
     return gathering.gather(shards)
 
 
-def _small_together(arrays: list[jax.Array]) -> list[list[int]]:
-    """Their numbers: small ones are sent together, and each large one, which would be copied into a bucket, alone."""
-    small = [number for number, array in enumerate(arrays) if array.nbytes <= MAX_EXACT_BUCKET]
-    return [*([small] if small else []), *([number] for number in range(len(arrays)) if number not in small)]
+def _small_together(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[list[int]]:
+    """Their numbers: small arrays are sent together, and each large one, which would be copied out of a bucket, alone."""
+    sizes = [shard.dtype.itemsize * math.prod(layout.shape) for shard, layout in zip(shards, layouts, strict=True)]
+    small = [number for number, size in enumerate(sizes) if size <= MAX_EXACT_BUCKET]
+    return [*([small] if small else []), *([number] for number in range(len(shards)) if number not in small)]
 
 
 def _all_gather(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax.Array]:
