@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from spmd.tree import Tree
 from spmd.wire.comm_log import CommLog, read
-from spmd.wire.transformations import check_transformation, local_params
+from spmd.wire.transformations import check_mesh, check_transformation, local_params
 from spmd.xla import shard_map
 
 
@@ -24,6 +24,7 @@ def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Me
       mesh: with the axes that `tx` names. A `jax.sharding.AbstractMesh` will do.
       extra: what `tx.update` needs beside, such as `events=clock.step_inputs(0)` for `parameter_server`.
     """
+    check_mesh(mesh)
     if callable(tx):
         return read(jax.make_jaxpr(tx)(*shapes).jaxpr, dict(mesh.shape))
 

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from spmd.errors import CommunicationError, OptionError, closest, short_repr
+from spmd.errors import CommunicationError, OptionError, closest, did_you_mean, short_repr
 from spmd.tree import Tree, describe, dtype_of
 from spmd.wire import collectives
 from spmd.wire.reduction import Transfer
 from spmd.xla import varying_axes
 
 Axes = str | Sequence[str]
+
+FLOATS_ONLY = "gradients of floating-point parameters only: optax.partition, with optax.set_to_zero() for all others."
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:
@@ -39,15 +41,21 @@ def bound_sizes(axes: tuple[str, ...]) -> dict[str, int]:
         try:
             sizes[axis] = collectives.worker_count((axis,))
         except NameError:
-            near = closest(axis, jax.sharding.get_abstract_mesh().manual_axes)
+            manual = jax.sharding.get_abstract_mesh().manual_axes
+            near = closest(axis, manual)
             fix = f'did you mean "{near}"? Else ' if near else ""
-            fix += f'jax.shard_map(..., axis_names={{"{axis}"}}, check_vma=False) around it; without axis_names every axis is manual.'
+            needed = ", ".join(f'"{name}"' for name in dict.fromkeys((*axes, *manual)))
+            fix += f"jax.shard_map(..., axis_names={{{needed}}}, check_vma=False) around it; without axis_names every axis is manual."
             raise CommunicationError(f'"{axis}" is not a manual mesh axis here.', fix=fix) from None
     return sizes
 
 
 def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], bool]:
-    """Workers along each axis, and whether this is inside the region. Outside, the mesh is that of `jax.set_mesh` or of `params`."""
+    """Workers along each axis, and whether this is inside the region. Outside, the mesh is that of `jax.set_mesh` or of `params`.
+
+    Raises:
+      CommunicationError: the mesh lacks an axis, or there is no mesh.
+    """
     try:
         return bound_sizes(axes), True
     except CommunicationError:
@@ -55,13 +63,25 @@ def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], boo
         for mesh in (jax.sharding.get_abstract_mesh(), *meshes[:1]):
             if all(axis in mesh.shape for axis in axes):
                 return {axis: mesh.shape[axis] for axis in axes}, False
+        check_axes(axes, jax.sharding.get_abstract_mesh().axis_names or axes)
     raise CommunicationError(
         f"how many workers there are along {', '.join(axes)} is not known here: the state has a residual for each of them.",
         fix="wire.init(tx, params, mesh), or tx.init inside jax.shard_map.",
     )
 
 
-def check_dtypes(grads: Mapping[str, Any]) -> None:
+def check_axes(axes: tuple[str, ...], known: Sequence[str]) -> None:
+    """Refuse an axis that the mesh does not have.
+
+    Raises:
+      CommunicationError: names it.
+    """
+    for axis in axes:
+        if axis not in known:
+            raise CommunicationError(f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, known))
+
+
+def check_dtypes(grads: Mapping[str, Any], fix: str = FLOATS_ONLY) -> None:
     """Refuse gradients of dtypes whose mean is of another.
 
     Raises:
@@ -71,11 +91,10 @@ def check_dtypes(grads: Mapping[str, Any]) -> None:
         if not jnp.issubdtype(dtype_of(grad), jnp.inexact):
             dtype = "float0" if dtype_of(grad) == jax.dtypes.float0 else str(dtype_of(grad))
             why = f"the gradient {path} is {dtype}{list(jnp.shape(grad))}: its mean is no {dtype}."
-            fix = "gradients of floating-point parameters only: optax.partition, with optax.set_to_zero() for all others."
             raise CommunicationError(why, fix=fix, path=path)
 
 
-def check_encodable(grads: Mapping[str, Any], transfers: Mapping[str, Transfer]) -> None:
+def check_encodable(grads: Mapping[str, Any], transfers: Mapping[str, Transfer], fix: str = "") -> None:
     """Refuse gradients of dtypes that a codec cannot represent.
 
     Raises:
@@ -84,7 +103,7 @@ def check_encodable(grads: Mapping[str, Any], transfers: Mapping[str, Transfer])
     for path, grad in grads.items():
         if not transfers[path].codec.lossless and grad.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             why = f"the gradient {path} is {describe(grad)}, and codec {transfers[path].codec_name} computes in float32."
-            raise CommunicationError(why, fix=f'codecs={{"{path}": wire.exact()}}.', path=path)
+            raise CommunicationError(why, fix=fix or f'codecs={{"{path}": wire.exact()}}.', path=path)
 
 
 def check_grads(axes: tuple[str, ...], grads: Mapping[str, Any], *, lossless: bool) -> None:

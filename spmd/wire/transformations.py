@@ -8,24 +8,25 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import CommunicationError, OptionError, check_integer, did_you_mean, short_repr, type_name
+from spmd.errors import CommunicationError, OptionError, check_integer, closest, did_you_mean, join_names, short_repr, type_name
 from spmd.path_match import compiled
 from spmd.specs import Spec
 from spmd.tree import Tree, describe, path_of
 from spmd.wire.codec import CODECS
 from spmd.wire.codec.base import Codec
+from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.codec.exact import EXACT, Exact
 from spmd.wire.reduction import BUCKET_BYTES, CODEC, RESIDUAL, Memory, Transfer, reduce_mean
-from spmd.wire.region import Axes, as_axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
+from spmd.wire.region import Axes, as_axes, axis_sizes, bound_sizes, check_axes, check_dtypes, check_encodable, check_grads
 from spmd.wire.shard_layout import ShardLayout
 
 OPTIONS = ("codecs", "error_feedback", "memory_dtype", "start_step", "bucket_bytes")
@@ -91,6 +92,7 @@ class Communication:
 
     def init(self, params: Tree) -> WireState:
         """The state at step 0: zero residuals, and the codecs' own arrays. Gradients have the shapes of `params`."""
+        check_patterns([pattern for pattern, _ in self.codecs], params)
         lossless = self.codec.lossless and all(codec.lossless for _, codec in self.codecs)
         memory = {} if lossless else self.init_memory(arrays_by_path(params), *axis_sizes(self.axes, params))
         return WireState(jnp.zeros((), jnp.int32), memory, self.axes)
@@ -131,12 +133,30 @@ class Communication:
         return optax.GradientTransformationExtraArgs(self.init, self.update)  # type: ignore[arg-type]
 
 
+def check_patterns(patterns: Iterable[str], params: Tree) -> None:
+    """Refuse a pattern of `codecs` that matches no parameter. In a part of `optax.partition`, it may match one of another part."""
+    patterns = list(patterns)
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)) if patterns else []
+    paths = [*(path_of(keys) for keys, _ in nodes), *(arrays_by_path(params) if patterns else ())]
+    for pattern in patterns:
+        if not any(compiled(pattern).fullmatch(path) for path in paths):
+            near = closest(pattern, paths)
+            fix = f'did you mean "{near}"?' if near else f"without it, or match one of: {join_names(dict.fromkeys(paths))}."
+            raise CommunicationError(f'codecs: the pattern "{pattern}" matches no parameter.', fix=fix)
+
+
 def arrays_by_path(tree: Tree) -> dict[str, jax.Array]:
     """Arrays by parameter path, with or without `nnx.Variable` around them: `nnx.Optimizer` passes them to `init` only."""
     nnx = sys.modules.get("flax.nnx")
     kinds = (nnx.Variable,) if nnx else ()
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))
-    return dict(zip((path_of(keys) for keys, _ in nodes), jax.tree.leaves(tree), strict=True))
+    paths = [path_of(keys) for keys, _ in nodes]
+    if len(set(paths)) < len(paths):
+        path = next(path for path in paths if paths.count(path) > 1)
+        raise CommunicationError(
+            f"two arrays have the path {path}.", fix='keys without "/", which separates the levels of a path.', path=path
+        )
+    return dict(zip(paths, jax.tree.leaves(tree), strict=True))
 
 
 def check_state(state: Any, kind: type, axes: tuple[str, ...]) -> None:
@@ -191,8 +211,9 @@ def make_communication(
     inside: tuple[str, ...] = (),
     scatter: bool = False,
     rows: bool = False,
+    on_or_off: tuple[str, str] = ("error_feedback=True.", "error_feedback=False."),
 ) -> Communication:
-    """A `Communication` from `OPTIONS` that are checked."""
+    """A `Communication` from `OPTIONS` that are checked. `on_or_off` is how the caller's user sets error feedback, as a fix."""
     for name in options:
         if name not in OPTIONS:
             raise OptionError(f"no option {name}.", fix=did_you_mean(name, OPTIONS))
@@ -206,9 +227,12 @@ def make_communication(
     for name, value in (("codec", codec), *((f'codecs["{pattern}"]', value) for pattern, value in pairs)):
         check_codec(name, value)
         if error_feedback and not value.reports_loss:
-            raise OptionError(f"{name}={value} with error feedback: no worker knows what it loses.", fix="error_feedback=False.")
+            raise OptionError(f"{name}={value} with error feedback: no worker knows what it loses.", fix=on_or_off[1])
         if value.biased and not error_feedback:
-            raise OptionError(f"{name}={value} without error feedback: what it drops is lost.", fix="error_feedback=True.")
+            raise OptionError(f"{name}={value} without error feedback: what it drops is lost.", fix=on_or_off[0])
+        if inside and isinstance(value, Bfloat16) and value.reduce == "ring":
+            why = "a ring reduces over all axes at once, so nothing would be exact inside."
+            raise OptionError(f"{name}={value}: {why}", fix="wire.bfloat16(), which does not round inside; or wire.all_reduce.")
     for pattern, _ in pairs:
         compiled(pattern)  # raises if it is none
     communication = Communication(names, codec, inside=inside, scatter=scatter, rows=rows, **{**options, "codecs": pairs})
@@ -216,6 +240,8 @@ def make_communication(
         raise OptionError(f"memory_dtype={short_repr(communication.memory_dtype)}.", fix='"float32" or "bfloat16".')
     check_integer(communication.start_step, "start_step", 0)
     check_integer(communication.bucket_bytes, "bucket_bytes")
+    if communication.start_step >= 2**31:
+        raise OptionError(f"start_step={communication.start_step}.", fix="below 2**31: steps are counted as int32.")
     return communication
 
 
@@ -282,10 +308,12 @@ def hierarchical(
       across: axes, and a codec. They are the outer axes: the mesh's order is across, then inside.
       scatter: each worker gets its shard of the mean, as from `reduce_scatter`.
     """
-    for name, pair in (("inside", inside), ("across", across)):
+    for name, pair, example in (("inside", inside, '("gpu", wire.exact())'), ("across", across, '("host", wire.int8())')):
         if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise OptionError(f"{name}={short_repr(pair)}.", fix=f'axes and a codec: {name}=("host", wire.exact()).')
+            raise OptionError(f"{name}={short_repr(pair)}.", fix=f"axes and a codec: {name}={example}.")
         check_codec(f"{name}: codec", pair[1])
+    if type(scatter) is not bool:
+        raise OptionError(f"scatter={short_repr(scatter)}.", fix="True or False.")
     (inner, inner_codec), (outer, codec) = inside, across
     inner, outer = as_axes(inner), as_axes(outer)
     if not isinstance(inner_codec, Exact):
@@ -309,44 +337,40 @@ def shard_spec(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
     return (*[None] * dim, axes[0] if len(axes) == 1 else axes)
 
 
-def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh) -> Any:
+def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMesh) -> Any:
     """`tx.init(params)`, with each part of the state on the devices that use it.
 
-    `tx.init` alone will do where the state has no residuals, or inside `jax.shard_map`.
+    `tx.init` alone will do where the state has no residuals, or inside `jax.shard_map`. With an `AbstractMesh` the state has shapes
+    in place of arrays: a template to restore a checkpoint of that many workers, on any number of devices.
 
     Raises:
-      CommunicationError: the mesh lacks an axis, or as `specs`.
+      CommunicationError: the mesh lacks an axis, a pattern of `codecs` matches no parameter, or as `specs`.
     """
     check_transformation("tx", tx)
-    if not isinstance(mesh, Mesh):
-        fix = 'a jax.sharding.Mesh, such as jax.make_mesh((8,), ("data",)).'
-        raise OptionError(f"mesh={short_repr(mesh)} is {type_name(mesh)}.", fix=fix)
-    with jax.set_mesh(mesh):
-        state = tx.init(params)
+    check_mesh(mesh)
+    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+        state = tx.init(params) if isinstance(mesh, Mesh) else jax.eval_shape(tx.init, params)
     for node in jax.tree.leaves(state, is_leaf=_has_specs):
-        for axis in getattr(node, "axes", ()) if _has_specs(node) else ():
-            if axis not in mesh.axis_names:
-                raise CommunicationError(f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, mesh.axis_names))
-    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs(state))
+        check_axes(getattr(node, "axes", ()) if _has_specs(node) else (), mesh.axis_names)
+    split = specs(state)
+    if not isinstance(mesh, Mesh):
+        return state
+    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, split)
 
 
 def specs(state: Tree) -> Tree:
     """The specs of an optimizer state for `jax.shard_map`: residuals are split over their workers, all else is replicated.
 
     Raises:
-      CommunicationError: the communication is inside an optax wrapper that decides on each worker's own gradients, or behind a
+      CommunicationError: the communication is inside an optax wrapper with which workers would diverge, or behind a
         transformation with a state of each worker's own.
     """
     if any(callable(leaf) for leaf in jax.tree.leaves(state)):
         raise OptionError("specs: this is a transformation.", fix="wire.specs(state), of what wire.init(tx, params, mesh) returns.")
-    for wrapper, name, fix in _DECIDE_ALONE:
+    for wrapper, name, why, fix in _WRAPPERS:
         for node in jax.tree.leaves(state, is_leaf=lambda node, kind=wrapper: isinstance(node, kind)):
             if isinstance(node, wrapper) and _communicates(node):
-                raise CommunicationError(
-                    f"optax.{name} around a communication: it looks at each worker's own gradients, before they are reduced, so workers "
-                    "would decide differently.",
-                    fix=fix,
-                )
+                raise CommunicationError(f"optax.{name} around a communication: {why}.", fix=fix)
     _check_order(state)
     return jax.tree.map(lambda node: node.specs() if _has_specs(node) else PartitionSpec(), state, is_leaf=_has_specs)
 
@@ -376,7 +400,7 @@ def _check_order(state: Tree) -> None:
         kept = [leaf for leaf in jax.tree.leaves(part) if jnp.ndim(leaf)]
         if kept and not _communicates(part):
             raise CommunicationError(
-                f"{type(part).__name__} comes before a communication in optax.chain and keeps {describe(kept[0])}: it would see each "
+                f"{_keeper(part)} comes before a communication in optax.chain and keeps {describe(kept[0])}: it would see each "
                 "worker's own gradients, and its state would differ between workers.",
                 fix="the communication first: optax.chain(wire.all_reduce(...), ...).",
             )
@@ -385,8 +409,22 @@ def _check_order(state: Tree) -> None:
             _check_order(part)
 
 
+def _keeper(part: Tree) -> str:
+    """The kind of state that keeps arrays, inside tuples of states."""
+    if type(part) is not tuple:
+        return type(part).__name__
+    return _keeper(next(inner for inner in part if any(map(jnp.ndim, jax.tree.leaves(inner)))))
+
+
 def _communicates(part: Tree) -> bool:
     return any(map(_has_specs, jax.tree.leaves(part, is_leaf=_has_specs)))
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh, such as spmd's "data=8"."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        fix = 'a jax.sharding.Mesh, such as jax.make_mesh((8,), ("data",)).'
+        raise OptionError(f"mesh={short_repr(mesh)} is {type_name(mesh)}.", fix=fix)
 
 
 def check_transformation(name: str, value: Any) -> None:
@@ -405,9 +443,13 @@ def check_no_communication(name: str, state: Tree) -> None:
         )
 
 
-_DECIDE_ALONE = (
-    (optax.ApplyIfFiniteState, "apply_if_finite", "optax.chain(wire.all_reduce(...), optax.apply_if_finite(optimizer, ...))."),
-    (optax.MultiStepsState, "MultiSteps", "optax.chain(wire.all_reduce(...), optax.MultiSteps(optimizer, ...).gradient_transformation())."),
+_ALONE = "it looks at each worker's own gradients, before they are reduced, so workers would decide differently"
+_MULTI_STEPS = "optax.chain(wire.all_reduce(...), optax.MultiSteps(optimizer, ...).gradient_transformation())."
+_SKIPS = "the steps that it leaves out apply each worker's own gradients, so workers would diverge"
+_WRAPPERS = (
+    (optax.ApplyIfFiniteState, "apply_if_finite", _ALONE, "optax.chain(wire.all_reduce(...), optax.apply_if_finite(optimizer, ...))."),
+    (optax.MultiStepsState, "MultiSteps", _ALONE, _MULTI_STEPS),
+    (optax.ConditionallyTransformState, "conditionally_transform", _SKIPS, "wire.local_sgd, in which workers synchronize every few steps."),
 )
 
 

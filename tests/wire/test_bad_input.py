@@ -54,6 +54,11 @@ def normal(*shape, dtype=np.float32):
     (lambda: wire.hierarchical(inside=wire.exact(), across=("host", INT8)), "inside=.*axes and a codec"),
     (lambda: wire.hierarchical(inside=("gpu", wire.exact), across=("host", INT8)), r"fix: wire\.exact\(\)"),
     (lambda: wire.hierarchical(inside=("gpu", wire.exact()), across=("gpu", INT8)), "axes="),
+    (lambda: wire.hierarchical(inside="gpu", across=("host", INT8)), r'inside=\("gpu", wire\.exact\(\)\)'),
+    (lambda: wire.hierarchical(inside=("gpu", wire.exact()), across=("host", INT8), scatter=1), "scatter=1.*True or False"),
+    (lambda: wire.hierarchical(inside=("gpu", wire.exact()), across=("host", wire.bfloat16("ring"))), "nothing would be exact inside"),
+    (lambda: wire.all_reduce("data", INT8, start_step=2**31), r"start_step=2147483648.*below 2\*\*31"),
+    (lambda: wire.bytes_sent(wire.all_reduce("data"), make_params(), "data=8"), "mesh='data=8' is a str"),
     (lambda: wire.zero1("data", optax.adam), "inner=adam is a function"),
     (lambda: wire.zero1("data", SGD, max_norm=0), "max_norm=0"),
     (lambda: wire.local_sgd("data", inner=optax.adam, outer=SGD, every=2), "inner=adam is a function"),
@@ -107,6 +112,60 @@ def test_gather_along_an_axis_of_size_1_is_the_array_itself():
         jax.grad(lambda x: jnp.sum(wire.gather(x, "data", INT8) ** 2)), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
     )
     np.testing.assert_array_equal(run(x), 2 * x)
+
+
+def test_where_the_mesh_lacks_an_axis_its_own_axes_are_named():
+    tx = wire.all_reduce("dta", INT8, error_feedback=True)
+    for use in (wire.init, wire.bytes_sent):
+        with pytest.raises(CommunicationError, match=r'the mesh has no axis "dta"(.|\n)*did you mean "data"'):
+            use(tx, make_params(), MESH)
+    with pytest.raises(CommunicationError, match='the mesh has no axis "dta"'):
+        wire.resplit(tx, wire.init(tx, make_params(), make_mesh(dta=8)), make_params(), MESH)
+
+
+def test_an_axis_that_is_not_manual_is_fixed_by_all_axes_that_the_error_names():
+    mesh, tx = make_mesh(host=2, gpu=4), wire.hierarchical(inside=("gpu", wire.exact()), across=("host", INT8))
+
+    def run(names):
+        params = make_params()
+        update = lambda params: tx.update(params, tx.init(params))[0]  # noqa: E731
+        mapped = jax.shard_map(update, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), axis_names=names, check_vma=False)
+        return jax.jit(mapped)(params)
+
+    with pytest.raises(CommunicationError, match='"gpu" is not a manual mesh axis') as caught:
+        run({"host"})
+    named = re.search(r"axis_names=(\{.*?\})", str(caught.value))
+    run(set(re.findall(r'"(\w+)"', named.group(1))))
+
+
+# codecs by path ---------------------------------------------------------------------------------------------------------
+
+
+CLOCK = wire.server_clock(8)
+
+
+@pytest.mark.parametrize("make", [
+    lambda **options: wire.all_reduce("data", INT8, **options),
+    lambda **options: wire.zero1("data", SGD, INT8, **options),
+    lambda **options: wire.local_sgd("data", inner=SGD, outer=SGD, every=2, codec=INT8, **options),
+    lambda **options: wire.parameter_server("data", SGD, CLOCK, INT8, **options),
+], ids=["all_reduce", "zero1", "local_sgd", "parameter_server"])  # fmt: skip
+def test_a_pattern_that_matches_no_parameter_is_refused(make):
+    with pytest.raises(CommunicationError, match=r'the pattern "bais" matches no parameter(.|\n)*did you mean "bias"'):
+        wire.init(make(codecs={"bais": wire.exact()}), make_params(), MESH)
+    with pytest.raises(CommunicationError, match=r"match one of: bias, down, up"):
+        wire.init(make(codecs={"**/embedding/*": wire.exact()}), make_params(), MESH)
+    wire.init(make(codecs={"bias": wire.exact()}), make_params(), MESH)
+
+
+def test_in_a_part_of_a_partition_a_pattern_may_match_another_part():
+    link = wire.all_reduce("data", INT8, codecs={"bias": wire.exact()})
+    train(optax.partition({"a": optax.chain(link, SGD), "b": optax.chain(link, optax.adam(1e-2))}, LABELS))
+
+
+def test_two_arrays_of_one_path_are_refused():
+    with pytest.raises(CommunicationError, match="two arrays have the path a/b"):
+        reduce(wire.all_reduce("data"), {"a/b": normal(3), "a": {"b": normal(3)}})
 
 
 # gradients --------------------------------------------------------------------------------------------------------------
@@ -270,6 +329,16 @@ def test_clipping_before_the_communication_clips_each_workers_own_gradients():
         plain, _ = train(optax.chain(clip, pmean("data"), optax.adam(1e-2)))
         assert_same_bits(ours, plain)
     assert distance(ours, train(optax.chain(wire.all_reduce("data"), optax.adam(1e-2)))[0]) > 0
+
+
+def test_a_state_before_the_communication_is_named_inside_chains():
+    with pytest.raises(CommunicationError, match="ScaleByAdamState comes before"):
+        wire.init(optax.chain(optax.adamw(1e-2), wire.all_reduce("data")), make_params(), MESH)
+
+
+def test_steps_that_leave_the_communication_out_are_refused():
+    with pytest.raises(CommunicationError, match=r"conditionally_transform around a communication(.|\n)*workers would diverge"):
+        wire.init(optax.conditionally_transform(wire.all_reduce("data"), lambda step: step % 2 == 0), make_params(), MESH)
 
 
 LABELS = {"up": "a", "bias": "b", "down": "b"}
