@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from spmd.errors import CommunicationError
+from spmd.errors import CommunicationError, join_names
 from spmd.tree import Tree, describe, map_paths
 from spmd.wire.local_steps import LocalState
 from spmd.wire.reduction import CODEC, RESIDUAL, Memory
@@ -78,7 +78,7 @@ def _is_ours(node: Any) -> bool:
 
 def _keep(old: Any, fresh: Any) -> Any:
     """`old` in the shapes of `fresh`."""
-    if type(old) is not type(fresh):
+    if (_is_ours(old) or _is_ours(fresh)) and type(old) is not type(fresh):
         raise CommunicationError(f"resplit: the state has {type(old).__name__} for {type(fresh).__name__}.", fix=FIX)
     if isinstance(old, WireState):
         return WireState(_keep_array("step", old.step, fresh.step), _keep_memory(old.memory, fresh.memory), fresh.axes)
@@ -92,13 +92,13 @@ def _keep(old: Any, fresh: Any) -> Any:
 
 
 def _keep_memory(old: Memory, fresh: Memory) -> Memory:
-    for path, entry in old.items():
-        if RESIDUAL in entry and RESIDUAL not in fresh.get(path, {}):
-            raise CommunicationError(
-                f"resplit: with the new number of workers the gradient {path} is sent exactly, and no residual takes over what it is owed.",
-                fix=f'add state.memory["{path}"]["{RESIDUAL}"].mean(0) to its next gradient, and start with wire.init.',
-                path=path,
-            )
+    lost = [path for path, entry in old.items() if RESIDUAL in entry and RESIDUAL not in fresh.get(path, {})]
+    if lost:
+        raise CommunicationError(
+            f"resplit: residuals of {join_names(lost)} have no place: tx has no error feedback, or on this mesh they are sent exactly.",
+            fix=f'add memory[path]["{RESIDUAL}"].mean(0), of the state\'s WireState, to the next gradients, and start with wire.init.',
+            path=lost[0],
+        )
     kept: Memory = {}
     for path, entry in fresh.items():
         before = old.get(path, {})

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from spmd import wire
@@ -113,8 +114,11 @@ def test_local_sgd_keeps_the_mean_of_its_workers_parameters():
 def test_what_cannot_be_resplit_is_refused():
     tx = optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2))
     state = wire.init(tx, make_params(), mesh_of(8))
-    with pytest.raises(CommunicationError, match=r"sent exactly.*\n.*residual.*mean\(0\)"):
+    with pytest.raises(CommunicationError, match=r"bias, down, up.*sent exactly.*\n.*residual.*mean\(0\)"):
         wire.resplit(tx, state, make_params(), mesh_of(1))
+    without = optax.chain(wire.all_reduce("data", INT8["codec"]), optax.adam(1e-2))
+    with pytest.raises(CommunicationError, match="tx has no error feedback"):
+        wire.resplit(without, state, make_params(), mesh_of(4))
     with pytest.raises(CommunicationError, match="not that of this transformation"):
         wire.resplit(optax.chain(tx, optax.trace(0.9)), state, make_params(), mesh_of(4))
     with pytest.raises(CommunicationError, match="cannot become"):
@@ -127,3 +131,28 @@ def test_what_cannot_be_resplit_is_refused():
     inner = state.inner._replace(count=jnp.arange(8))
     with pytest.raises(CommunicationError, match="differs between workers and has no mean"):
         wire.resplit(counting, dataclasses.replace(state, inner=inner), make_params(), mesh_of(4))
+
+
+@pytest.mark.parametrize("tx", [
+    optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)), wire.zero1("data", optax.adam(1e-2), **INT8),
+    wire.local_sgd("data", inner=optax.adam(1e-2), outer=optax.sgd(1.0), every=2, **INT8),
+], ids=["chain", "zero1", "local_sgd"])  # fmt: skip
+def test_a_state_on_the_host_is_resplit_as_one_on_devices(tx):
+    state = wire.init(tx, make_params(), mesh_of(8))
+    ours, theirs = (wire.resplit(tx, one, make_params(), mesh_of(4)) for one in (jax.device_get(state), state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
+
+
+def test_a_checkpoint_of_more_workers_than_devices_is_restored_and_resplit(tmp_path):
+    tx = optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2))
+    params, state = train_from(tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        shapes = wire.init(tx, make_params(), jax.sharding.AbstractMesh((8,), ("data",)))
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes))
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(restored))
+    ours, theirs = (wire.resplit(tx, one, params, mesh_of(4)) for one in (restored, state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
+    assert np.abs(ours[0].memory["up"]["residual"]).max() > 0
