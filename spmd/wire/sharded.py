@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from spmd.errors import CommunicationError, OptimizerError, OptionError, short_repr, type_name
 from spmd.specs import Spec, entry_axes
-from spmd.tree import Tree, describe, flatten
+from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.codec.base import Bucket, Codec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
@@ -43,7 +43,31 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
       like: the full arrays, or their shapes.
     """
     sizes = bound_sizes(as_axes(axes))
-    return jax.tree.map(lambda shard, full: _join(shard, shard_spec(full.shape, sizes)), shards, like)
+
+    def join(path: str, shard: jax.Array, full: Any) -> jax.Array:
+        shape = jnp.shape(full)
+        spec = shard_spec(shape, sizes)
+        wanted = ShardLayout(shape, spec, tuple(sizes), tuple(sizes.values())).shard_shape
+        if jnp.shape(shard) != wanted:
+            raise CommunicationError(
+                f"all_gather: the shard of {path} is {describe(shard)}; that of {describe(full)} is {list(wanted)} on each of "
+                f"{collectives.worker_count(tuple(sizes))} workers.",
+                fix="like=params, the full arrays that the gradients belong to.",
+                path=path,
+            )
+        return _join(shard, spec)
+
+    structure = jax.tree.structure(shards)
+    full = jax.tree.unflatten(structure, _leaves_as(structure, like, "all_gather: like", "like=params, the full arrays, in the same tree."))
+    return map_paths(join, shards, full)
+
+
+def _leaves_as(structure: Any, tree: Tree, what: str, fix: str) -> list[Any]:
+    """The leaves of a tree that must have this structure."""
+    try:
+        return structure.flatten_up_to(tree)
+    except ValueError:
+        raise CommunicationError(f"{what} is a tree {jax.tree.structure(tree)}; the shards are {structure}.", fix=fix) from None
 
 
 def _join(shard: jax.Array, spec: Spec) -> jax.Array:
@@ -192,7 +216,7 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
 
     Args:
       shards: this worker's; a tree, such as a layer's parameters.
-      codec: of the gradients. One that does not make a gradient smaller is not used for it.
+      codec: of the gradients: any but `power_sgd`, which keeps arrays. It is not used for a gradient that it does not make smaller.
       dim: the dim along which arrays are sharded, one for all or a tree of them.
       residual: `residual_like(shards, ...)`, float32 of the full shapes; None: no error feedback.
       weights: "exact" or "bfloat16", the format in which parameters are gathered.
@@ -209,27 +233,34 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
       >>> grad(jnp.ones((4, 2)), jnp.ones((3, 4))).shape
       (4, 2)
     """
-    communication = make_communication(axes, codec, {"error_feedback": residual is not None})
+    on_or_off = ("residual=wire.residual_like(shards, axes), of which jax.grad returns the next.", "residual=None.")
+    communication = make_communication(axes, codec, {"error_feedback": residual is not None}, on_or_off=on_or_off)
     if weights not in FORMATS:
         raise OptionError(f"weights={weights!r}.", fix='"exact" or "bfloat16".')
     sizes = bound_sizes(communication.axes)
     leaves, structure = jax.tree.flatten(shards)
     if not leaves:
         return shards
-    check_dtypes(flatten(shards))
-    dims = [dim] * len(leaves) if isinstance(dim, int) else structure.flatten_up_to(dim)
+    paths = flatten(shards)
+    check_dtypes(paths, fix="gather parameters that have gradients; others with jax.lax.all_gather(x, axes, tiled=True).")
+    dims = [dim] * len(leaves) if isinstance(dim, int) else _leaves_as(structure, dim, "gather: dim", "dim=0, or a tree of numbers.")
     transfers = []
-    for leaf, along in zip(leaves, dims, strict=True):
-        if not 0 <= along < leaf.ndim:
-            raise CommunicationError(f"gather: dim={along} of a shard {describe(leaf)}.", fix="a dim of the array.")
+    for path, leaf, along in zip(paths, leaves, dims, strict=True):
+        if type(along) is not int or not 0 <= along < leaf.ndim:
+            raise CommunicationError(f"gather: dim={short_repr(along)} of a shard {describe(leaf)}.", fix="a dim of the array.", path=path)
         transfers.append(_transfer(communication, leaf, along, sizes, residual is not None))
-    check_encodable(flatten(shards), dict(zip(flatten(shards), transfers, strict=True)))
-    residuals = [None] * len(leaves) if residual is None else structure.flatten_up_to(residual)
-    for path, transfer, kept in zip(flatten(shards), transfers, residuals, strict=True):
+    check_encodable(paths, dict(zip(paths, transfers, strict=True)), fix="a call of gather of its own, with wire.exact().")
+    like = "wire.residual_like(shards, axes, dim=dim)."
+    residuals = [None] * len(leaves) if residual is None else _leaves_as(structure, residual, "gather: residual", like)
+    for path, transfer, kept in zip(paths, transfers, residuals, strict=True):
+        shape = transfer.shard_layout.shape
+        if jax.eval_shape(lambda codec=transfer.codec, shape=shape: codec.init(jax.random.key(0), shape, shape)):
+            why = f"{transfer.codec} keeps arrays from step to step, for which gather has no place."
+            raise OptionError(f"gather: {why}", fix="a codec of rows, such as wire.int8(block=256).")
         if kept is not None and kept.shape != transfer.shard_layout.shape:
             raise CommunicationError(
                 f"gather: the residual of {path} is {describe(kept)}; its full gradient is {list(transfer.shard_layout.shape)}.",
-                fix="wire.residual_like(shards, axes, dim=dim).",
+                fix=like,
                 path=path,
             )
     kept = {number: leaf for number, leaf in enumerate(residuals) if leaf is not None}

@@ -170,7 +170,43 @@ def test_bad_input_is_named():
         run(lambda shard: wire.gather(shard, "data", dim=2), jnp.ones((16, 4)))
     with pytest.raises(CommunicationError, match=r"the residual of w is float32\[2, 4\]; its full gradient is \[16, 4\]"):
         run(lambda shard: wire.gather({"w": shard}, "data", wire.int8(), residual={"w": shard})["w"], jnp.ones((16, 4)))
+    with pytest.raises(CommunicationError, match=r"gather: residual is a tree(.|\n)*residual_like"):
+        run(lambda shard: wire.gather({"w": shard}, "data", wire.int8(), residual=shard)["w"], jnp.ones((16, 4)))
+    with pytest.raises(CommunicationError, match="gather: dim is a tree"):
+        run(lambda shard: wire.gather({"w": shard}, "data", dim={"v": 0})["w"], jnp.ones((16, 4)))
+    with pytest.raises(CommunicationError, match="dim='a' of a shard"):
+        run(lambda shard: wire.gather(shard, "data", dim="a"), jnp.ones((16, 4)))
+    with pytest.raises(CommunicationError, match=r"n is int32\[2\](.|\n)*jax.lax.all_gather"):
+        run(lambda n: wire.gather({"n": n}, "data")["n"], jnp.arange(16))
+    with pytest.raises(OptionError, match=r"without error feedback(.|\n)*residual=wire.residual_like\(shards, axes\)"):
+        run(lambda shard: wire.gather(shard, "data", wire.sign()), jnp.ones((16, 4)))
     with pytest.raises(OptionError, match='"exact" or "bfloat16"'):
         run(lambda shard: wire.gather(shard, "data", weights="int8"), jnp.ones((16, 4)))
     with pytest.raises(CommunicationError, match="not a manual mesh axis"):
         wire.gather(jnp.ones((16, 4)), "data")
+
+
+def test_a_codec_that_keeps_arrays_is_refused_by_gather():
+    codec = wire.power_sgd(rank=1, min_compression=1.0)
+
+    def run(shard):
+        return wire.gather(shard, "data", codec, residual=wire.residual_like(shard, "data"))
+
+    with pytest.raises(OptionError, match=r"keeps arrays from step to step(.|\n)*wire.int8"):
+        jax.jit(jax.shard_map(run, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))(jnp.ones((64, 32)))
+
+
+@pytest.mark.parametrize("like, said", [
+    ({"w": jnp.ones((65, 4))}, r"the shard of w is float32\[8, 4\]; that of float32\[65, 4\] is \[65, 4\]"),
+    ({"w": jnp.ones((8, 4))}, r"that of float32\[8, 4\] is \[1, 4\]"),
+    ({"v": jnp.ones((64, 4))}, "all_gather: like is a tree"),
+])  # fmt: skip
+def test_all_gather_refuses_full_arrays_that_the_shards_are_not_of(like, said):
+    def run(shard, like):
+        return wire.all_gather({"w": shard}, "data", like)["w"]
+
+    run = jax.jit(jax.shard_map(run, mesh=MESH, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P(), check_vma=False))
+    full = jnp.arange(256.0).reshape(64, 4)
+    np.testing.assert_array_equal(run(full, {"w": full}), full)
+    with pytest.raises(CommunicationError, match=said):
+        run(full, like)
