@@ -255,7 +255,6 @@ def test_an_optimizer_that_combines_elements_is_refused(optimizer, server):
 
 @pytest.mark.parametrize("options, said", [
     ({"mode": "local", "every": 5}, r'mode "local".*\n.*wire\.local_sgd'),
-    ({"mode": "elastic", "every": 5}, r"wire\.local_sgd"),
     ({"mode": "asyncronous"}, 'did you mean "asynchronous"'),
     ({"mode": "bounded"}, '"bounded" needs bound'),
     ({"bound": 3}, 'nothing reads it in mode "synchronous"'),
@@ -267,6 +266,9 @@ def test_an_optimizer_that_combines_elements_is_refused(optimizer, server):
     ({"compute_time": (1.0, 2.0)}, "2 numbers for 8 workers"),
     ({"network": {"bandwidth": "fast"}}, 'bandwidth = "fast"'),
     ({"bytes": (1,)}, "not a pair of numbers"),
+    ({"mode": "elastic"}, r"(?s)elastic.*spmd\.fit.*no elastic averaging"),
+    ({"mode": "local"}, r"(?s)local.*wire\.local_sgd"),
+    ({"every": 4}, "nothing reads every"),
     ({"spares": 8, "staleness_scale": "of"}, "(?s)staleness_scale.*spares"),
 ])  # fmt: skip
 def test_options_of_the_clock_are_checked(options, said):
@@ -277,6 +279,11 @@ def test_options_of_the_clock_are_checked(options, said):
 
 @pytest.mark.parametrize("make, said", [
     (lambda clock: wire.parameter_server("data", MOMENTUM, 8), "clock=8 is an int"),
+    (lambda clock: wire.parameter_server("data", optax.sgd, clock), "optimizer=sgd is a function"),
+    (lambda clock: wire.parameter_server("data", None, clock), "optimizer=None is None"),
+    (lambda clock: clock.step_inputs(-1), "step=-1"),
+    (lambda clock: clock.metrics(1.5), "step=1.5 is a float"),
+    (lambda clock: jax.jit(clock.step_inputs)(1), "the clock runs on the host"),
     (lambda clock: wire.parameter_server((), MOMENTUM, clock), r"axes=\(\)"),
     (lambda clock: wire.parameter_server("data", MOMENTUM, clock, wire.power_sgd(), error_feedback=True), "works on a mean over workers"),
     (lambda clock: wire.parameter_server("data", MOMENTUM, clock, wire.bfloat16(reduce="ring")), "works on a mean over workers"),
@@ -299,8 +306,9 @@ def test_what_update_needs_is_named():
         (None, "without events"),
         (wire.server_clock(WORKERS).step_inputs(0), "those of this clock"),
     ):
-        with pytest.raises(OptionError, match=said):
+        with pytest.raises(OptionError, match=said) as caught:
             run(params, state, batch, events)
+        assert str(caught.value).count("(") == str(caught.value).count(")")
     with pytest.raises(CommunicationError, match=r"the clock is of 4 workers, and the mesh has 8 along data.\n.*server_clock\(workers=8"):
         wire.init(wire.parameter_server("data", MOMENTUM, wire.server_clock(4)), params, MESH)
 
@@ -335,3 +343,26 @@ def test_a_state_is_not_resplit_and_the_fix_works():
     with pytest.raises(CommunicationError, match="different versions of the parameters"):
         wire.resplit(make_tx(4), state, params, half)
     assert jax.tree.leaves(wire.init(make_tx(4), jax.device_get(params), half))
+
+
+@pytest.mark.parametrize("server", [LATE, {}], ids=["asynchronous", "synchronous"])
+def test_gradients_of_bfloat16_arrive_and_integers_are_refused(server):
+    clock = wire.server_clock(WORKERS, **server)
+    tx = wire.parameter_server("data", optax.sgd(0.5), clock, wire.int8(block=16))
+
+    def run(params):
+        state = wire.init(tx, params, MESH)
+        update = lambda grads, state: tx.update(grads, state, params, events=clock.step_inputs(0))[0]  # noqa: E731
+        mapped = jax.shard_map(update, mesh=MESH, in_specs=(jax.P(), wire.specs(state)), out_specs=jax.P(), check_vma=False)
+        return jax.jit(mapped)(jax.tree.map(jnp.ones_like, params), state)
+
+    change = run({"w": jnp.zeros((64, 8), jnp.bfloat16)})["w"]
+    assert change.dtype == jnp.bfloat16 and float(change.max()) < 0 and (change == change[0, 0]).all()
+    with pytest.raises(CommunicationError, match=r"n is int32\[8\]: its mean is no int32"):
+        run({"w": jnp.zeros((64, 8)), "n": jnp.arange(8)})
+
+
+def test_an_optimizer_that_communicates_is_refused():
+    tx = wire.parameter_server("data", optax.chain(wire.all_reduce("data"), optax.sgd(0.1)), wire.server_clock(WORKERS))
+    with pytest.raises(CommunicationError, match="optimizer communicates itself"):
+        wire.init(tx, make_params(), MESH)

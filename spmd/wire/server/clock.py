@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from spmd.errors import OptionError, check_integer, did_you_mean, short_repr
-from spmd.wire.server.declaration import ASYNCHRONOUS, MODES, ParameterServer, declared_problems, worker_problems
+from spmd.wire.server.declaration import ASYNCHRONOUS, LOCAL, MODES, OF_MODE, ParameterServer, declared_problems, worker_problems
 from spmd.wire.server.events import Events
 
 ELSEWHERE = ("placement", "servers", "drop_remainder")  # options that say where a layout stores parameters, and how `fit` reads data
@@ -33,9 +33,11 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
       ([False, True, True], 2.0)
     """
     check_integer(workers, "workers")
-    known = [field.name for field in dataclasses.fields(ParameterServer) if field.name not in (*ELSEWHERE, "workers")]
+    of_local = [name for name, modes in OF_MODE.items() if not set(modes) - set(LOCAL)]
+    declared_fields = [field.name for field in dataclasses.fields(ParameterServer)]
+    known = [name for name in declared_fields if name not in (*ELSEWHERE, "workers", *of_local)]
     for name in options:
-        if name not in known:
+        if name not in known and not (name in of_local and options.get("mode") in LOCAL):
             raise OptionError(f"server_clock: nothing reads {name}.", fix=did_you_mean(name, known))
     declared = ParameterServer(workers=int(workers), **options)
     if declared.mode not in MODES:
@@ -43,13 +45,20 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
             f"server_clock: mode={short_repr(declared.mode)}.", fix=did_you_mean(declared.mode, ("synchronous", *ASYNCHRONOUS))
         )
     if declared.local:
-        fix = "wire.local_sgd(axes, inner=..., outer=..., every=...)."
-        raise OptionError(f'server_clock: in mode "{declared.mode}" workers have optimizers of their own, and no clock is needed.', fix=fix)
+        why = f'in mode "{declared.mode}" workers have optimizers of their own, and no clock is needed.'
+        raise OptionError(f"server_clock: {why}", fix=local_fix(declared.mode))
     if problems := [*declared_problems(declared), *worker_problems(declared, workers)]:
         lines = [f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems]
         raise OptionError("server_clock: " + "\n  ".join(lines))
     check_bytes("server_clock", bytes)
     return Events(declared, int(workers), (float(bytes[0]), float(bytes[1])))
+
+
+def local_fix(mode: str) -> str:
+    """What to use in place of a mode without servers."""
+    if mode == "elastic":
+        return 'spmd.fit, with mode = "elastic" in [parameter_server] of its layout: spmd.wire has no elastic averaging.'
+    return "wire.local_sgd(axes, inner=..., outer=..., every=...)."
 
 
 def check_bytes(where: str, value: Any) -> None:

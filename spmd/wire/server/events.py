@@ -1,13 +1,14 @@
 """The events of every simulated step: the inputs of the compiled step, and its metrics."""
 
 import itertools
+import operator
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, check_integer, short_repr, type_name
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.schedule import Asynchronous, Round, synchronous
 from spmd.wire.server.sync_schedule import sync_steps
@@ -63,8 +64,9 @@ class Events:
 
     def round(self, step: int) -> Round:
         """The events of this step, from 0. Thread-safe: the thread that prefetches data calls it."""
+        number = _step_number(step)
         with self._lock:
-            return self._round(step)
+            return self._round(number)
 
     def _round(self, step: int) -> Round:
         if step < self._first:
@@ -164,9 +166,26 @@ class Events:
     def metrics(self, step: int) -> dict[str, float]:
         """The simulated time at the end of this step, and the share of all workers' time so far that was not spent on gradients that
         have arrived."""
+        number = _step_number(step)
         with self._lock:
-            end, busy = self._round(step).end, self._busy[step - self._first]
+            end, busy = self._round(number).end, self._busy[number - self._first]
         return {"simulated_seconds": end, "idle_share": 1 - busy / (end * self.workers) if end else 0.0}
+
+
+def _step_number(step: Any) -> int:
+    """The number of a step, from 0.
+
+    Raises:
+      OptionError: it is none; of a traced value, too.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise OptionError(
+            f"step={short_repr(step)} is {type_name(step)}.", fix="an int: the clock runs on the host, not under jit."
+        ) from None
+    check_integer(number, "step", 0)
+    return number
 
 
 def rounds(

@@ -88,7 +88,7 @@ def send_gradients(
             for path, spec, x, sent, received in zip(paths, specs, inputs, payload, all_received, strict=True):
                 rows, own_rows = _decode(spec, received, x.shape[-1]), lax.dynamic_index_in_dim(x, index, 1, keepdims=False)
                 if not spec.codec.lossless:  # rows to this position itself are not rounded
-                    rows = lax.dynamic_update_slice_in_dim(rows, own_rows, index * x.shape[0], axis=0)
+                    rows = lax.dynamic_update_slice_in_dim(rows, own_rows.astype(rows.dtype), index * x.shape[0], axis=0)
                 arrived[path] = rows[None].astype(grads[path].dtype)
                 if spec.error_feedback:
                     kept = _decode(spec, sent, x.shape[-1]).reshape(positions, x.shape[0], x.shape[-1]).swapaxes(0, 1)

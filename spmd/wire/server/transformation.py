@@ -17,18 +17,30 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, Memory, Transfer, make_buckets
-from spmd.wire.region import Axes, axis_sizes, bound_sizes
+from spmd.wire.region import Axes, axis_sizes, bound_sizes, check_dtypes, check_encodable
 from spmd.wire.server.arrivals import GATHERED, HELD, apply_arrivals, init_memory
+from spmd.wire.server.clock import local_fix
 from spmd.wire.server.events import Events
 from spmd.wire.server.exchange import Buckets, fetch_params, gather_rows, send_gradients
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.sharded import check_elementwise, moment_specs
-from spmd.wire.transformations import Communication, WireState, arrays_by_path, make_communication
+from spmd.wire.transformations import (
+    Communication,
+    WireState,
+    arrays_by_path,
+    check_no_communication,
+    check_patterns,
+    check_transformation,
+    make_communication,
+)
 
 ROUNDING = "rounding"  # a server's parameters minus those that the loop carries: [servers, width], sharded over servers on dim 0
-EVENTS = "events=clock.step_inputs(n), of step n"
+EVENTS = "events=clock.step_inputs(n)"
 FIX_STATE = "init with these parameters, and wire.specs(state) among the in_specs and out_specs of jax.shard_map."
-FIX_CLIP = "for clipping: optax.chain(optax.clip_by_global_norm(...), wire.parameter_server(...)), which clips each worker's own gradients."
+FIX_CLIP = (
+    "an optimizer that works element by element, such as optax.adamw. For clipping: optax.chain(optax.clip_by_global_norm(...), "
+    "wire.parameter_server(...)), which clips each worker's own gradients."
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("step", "memory", "inner"), meta_fields=("axes", "inner_specs"))
@@ -98,7 +110,9 @@ class Servers:
         self._check_workers(sizes)
         packed = _pack_all(params, sizes)
         rows = self._own(packed) if in_region else packed
+        check_patterns([pattern for pattern, _ in self.communication.codecs], params)
         inner = self.optimizer.init(rows)
+        check_no_communication("optimizer", inner)
         specs = jax.tree.map(lambda _: PartitionSpec(self.axes), rows)
         memory = self.communication.init_memory(arrays_by_path(packed), sizes, in_region)
         if self.asynchronous:
@@ -120,6 +134,7 @@ class Servers:
         sizes = bound_sizes(self.axes)
         self._check_workers(sizes)
         self._check_events(events)
+        check_dtypes(arrays_by_path(grads))
         rows = self._own(_pack_all(params, sizes))
         self._check_state(state, rows)
         losses = None if value is None else collectives.all_gather(jnp.reshape(value, 1), self.axes, 0)
@@ -153,6 +168,7 @@ class Servers:
         value = {} if losses is None else {"value": losses[0]}
         check_elementwise("wire.parameter_server", FIX_CLIP, optimizer, rows, state.inner, rows, value)
         transfers = self.communication.transfers(arrays_by_path(grads), bound_sizes(self.axes))
+        check_encodable(arrays_by_path(grads), transfers)
         buckets = make_buckets(transfers, min(self.communication.bucket_bytes, MAX_EXACT_BUCKET))
         present = jnp.asarray(events["present"])
         grads = self._where_present(present, grads)
@@ -188,12 +204,14 @@ class Servers:
 
     def _check_events(self, events: Any) -> None:
         if events is None:
-            raise OptionError("wire.parameter_server: update without events.", fix=f"update(..., {EVENTS}.")
+            raise OptionError("wire.parameter_server: update without events.", fix=f"update(..., {EVENTS}), of step n.")
         shapes = {name: jnp.shape(leaf) for name, leaf in events.items()} if isinstance(events, Mapping) else type_name(events)
         wanted = {name: jnp.shape(leaf) for name, leaf in self.clock.step_inputs(0).items()}
         if shapes != wanted:
             why = f"the events are {short_repr(shapes)}; those of this clock are {short_repr(wanted)}."
-            raise OptionError(f"wire.parameter_server: {why}", fix=f"{EVENTS}, of the clock that wire.parameter_server was given.")
+            raise OptionError(
+                f"wire.parameter_server: {why}", fix=f"{EVENTS}, of step n, of the clock that wire.parameter_server was given."
+            )
 
     def _check_state(self, state: ServerState, rows: Tree) -> None:
         """Refuse the state of another tree, or one that `jax.shard_map` did not split over servers."""
@@ -252,10 +270,9 @@ def parameter_server(
     if not isinstance(clock, Events):
         raise OptionError(f"wire.parameter_server: clock={short_repr(clock)} is {type_name(clock)}.", fix="wire.server_clock(workers=...).")
     communication = make_communication(axes, codec, options, rows=True)
+    check_transformation("wire.parameter_server: optimizer", optimizer)
     if clock.declared.local:
-        raise OptionError(
-            f'wire.parameter_server: mode "{clock.declared.mode}".', fix="wire.local_sgd(axes, inner=..., outer=..., every=...)."
-        )
+        raise OptionError(f'wire.parameter_server: mode "{clock.declared.mode}" has no servers.', fix=local_fix(clock.declared.mode))
     for value in (codec, *(value for _, value in communication.codecs)) if clock.declared.asynchronous else ():
         if not value.lossless and not (isinstance(value, RowCodec) and value.reports_loss):
             why = f"{value} works on a mean over workers; an asynchronous server applies each gradient separately."
