@@ -45,7 +45,8 @@ def check(codec: Codec) -> dict[str, float]:
     if not (isinstance(codec, Codec) and dataclasses.is_dataclass(codec)):
         raise OptionError(f"check: {type_name(codec)} is no codec.", fix="an instance of a frozen dataclass that extends wire.Codec.")
     measured: dict[str, float] = {}
-    problems = [*_encoding_problems(codec, measured), *_mean_problems(codec, measured)]
+    wrong_shape = codec.traced(WORKERS, 32)[1] if isinstance(codec, RowCodec) else ""
+    problems = [wrong_shape] if wrong_shape else [*_encoding_problems(codec, measured), *_mean_problems(codec, measured)]
     if problems:
         listed = "".join(f"\n    {problem}" for problem in problems)
         fix = "the docstring of spmd.wire.codec.base says what each method returns."

@@ -145,6 +145,35 @@ def test_check_measures_a_codec_and_finds_a_bound_that_is_not_kept():
         wire.check(Lying())
 
 
+@dataclasses.dataclass(frozen=True)
+class WrongDtype(Halved):
+    def decode(self, payload, width):
+        return super().decode(payload, width).astype(jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRows(Halved):
+    def encode(self, rows):
+        return {"sum": rows.sum()}
+
+
+@pytest.mark.parametrize("codec, said", [
+    (WrongDtype(), r"decode returns float16\[4, 32\] for rows float32\[4, 32\]"),
+    (NoRows(), r"encode of float32\[4, 32\] returns float32\[\]; dim 0 must have an entry for each row"),
+], ids=["dtype", "rows"])  # fmt: skip
+def test_what_encode_and_decode_return_is_checked_before_they_are_used(codec, said):
+    with pytest.raises(CodecError, match=said):
+        wire.check(codec)
+    with pytest.raises(CodecError, match=r"wire.check\(codec\)"):
+        wire.bytes_sent(wire.all_reduce("data", codec), {"w": jnp.zeros((64, 8))}, spmd.make_mesh("data=8"))
+
+
+def test_register_names_the_members_that_are_missing():
+    with pytest.raises(OptionError, match="Loose lacks decode, encode, error"):
+        wire.register("x")(dataclasses.make_dataclass("Loose", [], bases=(wire.RowCodec,), frozen=True))
+    assert "x" not in CODECS
+
+
 def test_register_refuses_what_a_layout_file_could_not_name(registered):
     with pytest.raises(OptionError, match="the name is that of"):
         wire.register("int8")(Halved)

@@ -31,8 +31,8 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
     """A decorator that gives a codec a name, by which layout files, plans and `spmd.fit` know it, with its fields as options.
 
     Raises:
-      OptionError: it is not a frozen dataclass that extends `Codec`, an option has no default that TOML can hold, or the name is
-        another codec's. The same class may be registered again, as a notebook does when a cell runs twice.
+      OptionError: it is not a frozen dataclass that extends `Codec`, a member is missing, an option has no default that TOML can hold,
+        or the name is another codec's. The same class may be registered again, as a notebook does when a cell runs twice.
 
     Example:
       >>> @register("halved")
@@ -44,7 +44,8 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
     """
 
     if not isinstance(name, str) or not name:
-        raise OptionError(f"register({short_repr(name)}): the name is {type_name(name)}.", fix='such as @wire.register("ternary").')
+        found = "empty" if name == "" else type_name(name)
+        raise OptionError(f"register({short_repr(name)}): the name is {found}.", fix='such as @wire.register("ternary").')
 
     def add(codec: CodecClass) -> CodecClass:
         if not (isinstance(codec, type) and issubclass(codec, Codec) and dataclasses.is_dataclass(codec)):
@@ -52,6 +53,8 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
             raise OptionError(why, fix="a frozen dataclass that extends spmd.wire.Codec.")
         if not codec.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise OptionError(f'register("{name}"): {codec.__name__} can be changed.', fix="@dataclasses.dataclass(frozen=True).")
+        if missing := sorted(codec.__abstractmethods__):
+            raise OptionError(f'register("{name}"): {codec.__name__} lacks {", ".join(missing)}.', fix=f"define {', '.join(missing)}.")
         for field in dataclasses.fields(codec):
             if type(field.default) not in (bool, int, float, str):
                 raise OptionError(

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.errors import OptionError, did_you_mean, short_repr, type_name
-from spmd.tree import nbytes
+from spmd.errors import CodecError, OptionError, did_you_mean, short_repr, type_name
+from spmd.tree import describe, nbytes
 from spmd.wire import collectives
 from spmd.wire.shard_layout import ShardLayout
 
@@ -174,8 +174,21 @@ class RowCodec(Codec):
 
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
         """Whether all encoded rows together are fewer bytes than the gradient as float32."""
-        payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct((layout.workers, layout.width), jnp.float32))
+        payload, problem = self.traced(layout.workers, layout.width)
+        if problem:
+            raise CodecError(f"{self}: {problem}", fix="wire.check(codec), which checks all that a codec promises.")
         return sum(map(nbytes, jax.tree.leaves(payload))) < 4 * math.prod(layout.shape)
+
+    def traced(self, rows: int, width: int) -> tuple[Any, str]:
+        """The shapes of the payload of float32[rows, width], and what is wrong with them or with what they are decoded to; ""."""
+        payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct((rows, width), jnp.float32))
+        for leaf in jax.tree.leaves(payload):
+            if leaf.shape[:1] != (rows,):
+                return payload, f"encode of float32[{rows}, {width}] returns {describe(leaf)}; dim 0 must have an entry for each row."
+        decoded = jax.eval_shape(lambda payload: self.decode(payload, width), payload)
+        shown = describe(decoded) if hasattr(decoded, "shape") else type_name(decoded)
+        fine = shown == f"float32[{rows}, {width}]"
+        return payload, "" if fine else f"decode returns {shown} for rows float32[{rows}, {width}], which it must return."
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
         """One exchange per bucket."""
