@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import spmd
 
@@ -53,8 +54,10 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))))
+        mixed = checkpoint_name(self.attention(self.norm1(x)), "attn_out")  # names are for [remat] of a layout
+        x = x + self.dropout(mixed)
+        hidden = checkpoint_name(self.up(self.norm2(x)), "mlp_up")
+        return x + self.dropout(self.down(nnx.gelu(hidden)))
 
 
 class GPT(nnx.Module):

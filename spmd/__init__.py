@@ -19,7 +19,8 @@ _NAMES = {
     "spmd.layout.gradients": ("GradientRule", "Gradients"),
     "spmd.layout.compiler": ("Compiler",),
     "spmd.layout.model_parallel": ("Experts", "Pipeline", "Sequence"),
-    "spmd.layout.schema": ("Attention", "Default", "Layout", "OptimizerState", "Remat", "Rule"),
+    "spmd.layout.remat": ("Remat",),
+    "spmd.layout.schema": ("Attention", "Default", "Layout", "OptimizerState", "Rule"),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
     "spmd.models.functional": ("FunctionalModel",),
     "spmd.planner.comparison": ("compare",),
@@ -62,12 +63,12 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.layout.compiler import Compiler as Compiler
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients
     from spmd.layout.model_parallel import Experts as Experts, Pipeline as Pipeline, Sequence as Sequence
+    from spmd.layout.remat import Remat as Remat
     from spmd.layout.schema import (
         Attention as Attention,
         Default as Default,
         Layout as Layout,
         OptimizerState as OptimizerState,
-        Remat as Remat,
         Rule as Rule,
     )
     from spmd.mesh import MeshSpec as MeshSpec, make_mesh as make_mesh, simulate_devices as simulate_devices

@@ -68,10 +68,11 @@ def names(value: Any) -> tuple[str, ...]:
 
 def changed_values(table: Any) -> dict[str, Any]:
     """The keys of a table that differ from their defaults, without rules; options of a codec are keys of its table."""
-    beside = ("options", "rules") if hasattr(table, "codec") else ()
+    of_codec = hasattr(table, "codec")
+    beside = ("options", "rules") if of_codec else ("rules",)
     keys = [field for field in dataclasses.fields(table) if field.name not in beside]
     changed = {field.name: getattr(table, field.name) for field in keys if getattr(table, field.name) != field.default}
-    return {**changed, **(dict(table.options) if beside else {})}
+    return {**changed, **(dict(table.options) if of_codec else {})}
 
 
 def as_toml(value: Any) -> str:

@@ -48,6 +48,7 @@ def _rows(layout: Layout) -> list[tuple[str, ...]]:
         rows.append(("gradients", rule.path, ", ".join(filter(None, [rule.codec, _words(dict(rule.options))])), *_origin(rule)))
     gradients = {"reduction": layout.gradients.reduction, "codec": layout.gradients.codec, **changed_values(layout.gradients)}
     rows.append(("gradients", "all others" if layout.gradients.rules else "all", _words(gradients), "", ""))
+    rows += [("remat", ", ".join(rule.modules), f"save {rule}", "", "") for rule in layout.remat.rules]
     changed = {name: _words(changed_values(getattr(layout, name))) for name in OTHERS}
     return [*rows, *((name, "", words, "", "") for name, words in changed.items() if words)]
 

@@ -10,6 +10,7 @@ from spmd.fields import names
 from spmd.layout.compiler import Compiler
 from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
+from spmd.layout.remat import Remat
 from spmd.specs import Entry, Spec, entry_axes
 from spmd.wire.server.declaration import ParameterServer
 
@@ -76,27 +77,6 @@ class OptimizerState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Remat:
-    """Which activations are recomputed in the backward pass instead of being kept.
-
-    `save` names what is kept: "everything", "dots" (results of matrix products) or "nothing". `modules` are path
-    patterns of submodules, each rematerialised on its own; without them it is the whole forward pass.
-
-    Example:
-      >>> Layout(remat=Remat("nothing", ("blocks/*",))).remat.modules
-      ('blocks/*',)
-    """
-
-    save: str | None = None
-    modules: tuple[str, ...] = ()
-
-    @property
-    def saves(self) -> str:
-        """What is kept when the layout does not say: nothing of named modules, else everything."""
-        return self.save or ("nothing" if self.modules else "everything")
-
-
-@dataclasses.dataclass(frozen=True)
 class Attention:
     """The implementation of attention: of `spmd.nn.attention`, and of JAX's and flax's functions, which models call unchanged.
 
@@ -131,7 +111,7 @@ class Layout:
     optimizer: OptimizerState = OptimizerState()
     gradients: Gradients = Gradients()  # noqa: RUF009
     parameter_server: ParameterServer = ParameterServer()  # noqa: RUF009
-    remat: Remat = Remat()
+    remat: Remat = Remat()  # noqa: RUF009
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009

@@ -14,7 +14,8 @@ from spmd.fields import as_toml
 from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
-from spmd.layout.schema import Attention, Batch, Default, Layout, OptimizerState, Remat, Rule
+from spmd.layout.remat import Remat, remat_problems
+from spmd.layout.schema import Attention, Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.server import server_problems
 from spmd.layout.toml_tables import CHOICES as CHOICES, Tables, is_number, register_hint
 from spmd.layout.toml_writer import dumps
@@ -160,11 +161,38 @@ class _Reader(Tables):
         return Default(params, None if share is None else float(share))
 
     def remat(self, table: dict[str, Any]) -> Remat:
-        values = self.fields(table, "remat", Remat)
+        self.unknown(table, [field.name for field in dataclasses.fields(Remat)], "remat")
         modules = self.value(table, "remat", "modules", [], list)
         for pattern in modules:
             self.pattern(pattern, "[remat] modules", self.key_line("remat", "modules"))
-        return Remat(**values, modules=tuple(modules))
+        rules = tuple(self.remat_rule(*item) for item in self.items(table, "rules", "remat"))
+        remat = Remat(self.saved(table), tuple(map(str, modules)), self.named(table, "offload"), rules)
+        self.conflicts("remat", list(remat_problems(remat)))
+        return remat
+
+    def remat_rule(self, item: dict[str, Any], where: str, line: int | None) -> Remat:
+        for key in item:
+            if key not in (known := ("modules", "save", "offload")):
+                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
+        modules = item.get("modules", [])
+        if not isinstance(modules, list) or not modules:
+            self.problem(where, "has no modules.", 'such as  modules = ["encoder/layers"].', line)
+            modules = ["**"]
+        for pattern in modules:
+            self.pattern(pattern, where, line)
+        return Remat(self.saved(item), tuple(map(str, modules)), self.named(item, "offload"))
+
+    def saved(self, table: dict[str, Any]) -> str | tuple[str, ...] | None:
+        """What `save` says: a word, or names of values."""
+        return self.named(table, "save") if isinstance(table.get("save"), list) else self.choice(table, "remat", "save", None)
+
+    def named(self, table: dict[str, Any], key: str) -> tuple[str, ...]:
+        """Names that the model gives to values."""
+        given = self.value(table, "remat", key, [], list)
+        if all(isinstance(name, str) and name for name in given):
+            return tuple(given)
+        self.key_problem("remat", key, f"{as_toml(given)} is not a list of names.", 'such as ["attn_out"].')
+        return ()
 
     def attention(self, data: dict[str, Any]) -> Attention:
         values = self.fields(self.table(data, "attention"), "attention", Attention)

@@ -10,6 +10,7 @@ from spmd.errors import Problem, closest, did_you_mean
 from spmd.fields import Conflict, as_toml, is_one_of, plain_types
 from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
+from spmd.layout.remat import SAVES
 from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
@@ -25,7 +26,7 @@ CHOICES = {
     "pipeline.schedule": SCHEDULES,
     "sequence.order": ORDERS,
     "attention.implementation": IMPLEMENTATIONS,
-    "remat.save": ("everything", "dots", "nothing"),
+    "remat.save": SAVES,
 }
 ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}  # functions of spmd.wire that add a choice
 KINDS = {  # Python types: how errors name them, and an example

@@ -27,6 +27,8 @@ def dumps(layout: Layout) -> str:
         if table != type(table)():
             blocks.append([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in changed_values(table).items())])
     blocks += [_rule_lines("gradients.rules", rule) for rule in layout.gradients.rules]
+    for remat in layout.remat.rules:
+        blocks.append(["[[remat.rules]]", *(f"{key} = {_value(value)}" for key, value in changed_values(remat).items())])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 

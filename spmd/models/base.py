@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
+from spmd.path_match import matches
 from spmd.tree import Tree, describe
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
@@ -39,7 +40,8 @@ class Call:
     `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
     the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch). `dtype` is that
     of the computation, set on every layer that has no dtype: one float32 array among its inputs (BatchNorm's
-    averages, an embedding) would otherwise turn it, and all layers after it, into float32. `output_hook` is asked by path of every
+    averages, an embedding) would otherwise turn it, and all layers after it, into float32. `remat` has patterns of submodules that are
+    recomputed in the backward pass, with the policy of each. `output_hook` is asked by path of every
     submodule that can be called, and gives what its outputs go through, or None.
     """
 
@@ -47,8 +49,7 @@ class Call:
     key: Any = None
     localize: Callable[[Any], Any] = lambda key: key
     sync_axes: tuple[str, ...] = ()
-    remat_modules: tuple[str, ...] = ()
-    remat_policy: Callable[..., bool] | None = None
+    remat: tuple[tuple[str, Callable[..., Any]], ...] = ()
     dtype: Any = None
     output_hook: Callable[[str], Callable[[Any], Any] | None] = lambda path: None
 
@@ -173,6 +174,27 @@ def shape_problems(given: Mapping[str, Any], made: Mapping[str, Any], maker: str
         for path in dict.fromkeys([*made, *given])
         if path not in given or path not in made or np.shape(given[path]) != np.shape(made[path])
     ]
+
+
+def remat_policies(remat: tuple[tuple[str, Callable[..., Any]], ...], paths: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The policy of each of these submodules that a pattern of `Call.remat` matches, by path.
+
+    Raises:
+      ModelError: two for one submodule, or one inside another: of two nested `jax.checkpoint` the outer one decides.
+    """
+    paths = list(paths)
+    policies: dict[str, tuple[str, Callable[..., Any]]] = {}
+    for pattern, policy in remat:
+        for path in matches(pattern, paths):
+            policies.setdefault(path, (pattern, policy))
+    for path, (first, policy) in policies.items():
+        others = [(pattern, path) for pattern, other in remat if other is not policy and matches(pattern, [path])]
+        outer = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
+        others += [(policies[parent][0], parent) for parent in outer if parent in policies and policies[parent][1] is not policy]
+        for pattern, other in others:
+            why = f'[remat]: "{first}" and "{pattern}" say different things of {path}' + (f", a part of {other}." if other != path else ".")
+            raise ModelError(why, fix="one of the two: what is said of a module holds for all of its parts.")
+    return {path: policy for path, (_, policy) in policies.items()}
 
 
 def no_such_module(pattern: str, known: list[str]) -> ModelError:

@@ -8,7 +8,7 @@ from flax import linen
 from flax.core import unfreeze
 
 from spmd.errors import ModelError, raise_problems
-from spmd.models.base import Call, Model, Variables, no_such_module, shape_problems, trace_abstractly, with_train_flag
+from spmd.models.base import Call, Model, Variables, no_such_module, remat_policies, shape_problems, trace_abstractly, with_train_flag
 from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
 
@@ -115,6 +115,7 @@ class LinenCall:
 def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
     """Linen's hook for what nnx lets us set on the module: synchronised BatchNorm, remat by path, and what outputs go through."""
     active: set[str] = set()
+    called: dict[str, None] = {}  # paths, in order
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path = context.module, "/".join(context.module.path)
@@ -127,9 +128,11 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
         if path in active:  # called by `again`
             return next_fun(*args, **kwargs)
         change = call.output_hook(path) or (lambda outputs: outputs)
-        if not any(matches(pattern, [path]) for pattern in call.remat_modules):
+        called[path] = None
+        policies = remat_policies(call.remat, called) if call.remat else {}
+        if path not in policies:
             return change(next_fun(*args, **kwargs))
-        again = linen.remat(lambda inner: type(inner).__call__(inner, *args, **kwargs), policy=call.remat_policy)
+        again = linen.remat(lambda inner: type(inner).__call__(inner, *args, **kwargs), policy=policies[path])
         active.add(path)
         seen.add(path)
         try:

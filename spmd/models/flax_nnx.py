@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from spmd.errors import ModelError
-from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, trace_abstractly
+from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, remat_policies, trace_abstractly
 from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
 
@@ -90,12 +90,16 @@ class NnxModel(Model):
                 sub.axis_name = call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
             if call.dtype is not None and _follows_inputs(sub):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
-        for pattern in call.remat_modules:
-            matched = [modules[path] for path in matches(pattern, modules) if callable(modules[path])]
-            if not matched:
+        callables = [path for path, sub in modules.items() if callable(sub)]
+        matched: dict[str, list[str]] = {}  # patterns by path
+        for pattern, _ in call.remat:
+            if not (paths := matches(pattern, callables)):
                 raise no_such_module(pattern, sorted(filter(None, modules)))
-            for sub in matched:
-                sub.__class__ = _rematerialised(type(sub), call.remat_policy, functools.partial(self._called.add, pattern))
+            for path in paths:
+                matched.setdefault(path, []).append(pattern)
+        for path, policy in remat_policies(call.remat, callables).items():
+            note = functools.partial(self._called.update, matched[path])
+            modules[path].__class__ = _rematerialised(type(modules[path]), policy, note)
         for path, sub in modules.items():
             change = call.output_hook(path) if callable(sub) else None
             if change is not None:
@@ -148,7 +152,7 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _rematerialised(kind: type, policy: Callable[..., bool] | None, note: Callable[[], None]) -> type:
+def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], None]) -> type:
     """A subclass of an nnx module whose call is recomputed in the backward pass, and noted."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

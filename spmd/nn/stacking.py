@@ -278,8 +278,8 @@ class Layers:
 def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable[..., tuple]) -> tuple[Callable[..., tuple], Tree]:
     """`run_layer(x, variables)` and the variables to scan; where the step says so, each layer gathers its parameters (FSDP).
 
-    The backward pass gathers them again: of what the forward pass computes it keeps all but gathered parameters and copies of them in other
-    dtypes or orders of dims; or what `[remat]` says, if it names the layers.
+    The backward pass gathers them again: of what the forward pass computes it keeps all, or what `[remat]` says of the layers, but never
+    gathered parameters and copies of them in other dtypes or orders of dims.
     """
     gather = parallel.gather_layer
     if gather is None:
@@ -292,17 +292,23 @@ def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable
         traced = jax.make_jaxpr(functools.partial(gather, layers.paths))(params, residuals)
         sizes.update(v.aval.size for equation in equations(traced.jaxpr) for v in (*equation.invars, *equation.outvars))
         full = gather(layers.paths, params, residuals)
-        token = RECOMPUTED.set(recomputed)  # a checkpoint inside would wait for all parameters before it computes, and hide no gather
+        token = RECOMPUTED.set(
+            remat_policy is not None
+        )  # a checkpoint inside would wait for all parameters before it computes, and hide no gather
         try:
             return run_layer(x, (full, *rest))
         finally:
             RECOMPUTED.reset(token)
 
-    def keep(primitive: Any, *inputs: Any, **_: Any) -> bool:
-        return not (primitive.name in MOVES and any(x.size in sizes for x in inputs))
+    layer = next(path.removesuffix(f"/{name}") for name, path in layers.paths.items())
+    remat_policy = gather.remat_policy(layer)
 
-    recomputed = gather.recomputes(next(path.removesuffix(f"/{name}") for name, path in layers.paths.items()))
-    policy = gather.remat_policy if recomputed else keep
+    def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
+        own_name = remat_policy is not None and primitive.name == "name" and params["name"] != LAYER_PARAMS  # the layout asks for it
+        if not own_name and primitive.name in MOVES and any(x.size in sizes for x in inputs):
+            return False
+        return remat_policy is None or remat_policy(primitive, *inputs, **params)
+
     # inside a loop the compiler does not merge the two gathers
     return jax.checkpoint(run, policy=policy, prevent_cse=parallel.unroll), (layers.variables, residuals)
 

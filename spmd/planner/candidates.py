@@ -12,14 +12,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from spmd.errors import OptionError, type_name
-from spmd.layout.schema import Layout, Remat
+from spmd.layout.remat import Remat
+from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
 from spmd.specs import spec_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import flatten
 
-REMAT_SAVES = ("everything", "dots", "nothing")  # values of `[remat] save`, from most to least memory
+REMAT_SAVES = ("everything", "dots", "nothing")  # values of `[remat] save` that are tried, from most to least memory
+
+
+def remat_level(remat: Remat) -> int:
+    """How little a `[remat]` keeps: the place in `REMAT_SAVES`; that of "dots" for named values, offloading, and rules.
+
+    >>> remat_level(Remat()), remat_level(Remat(("attention",))), remat_level(Remat("nothing"))
+    (0, 1, 2)
+    """
+    plain = isinstance(remat.saves, str) and remat.saves in REMAT_SAVES and not remat.rules and not remat.offload
+    return REMAT_SAVES.index(remat.saves) if plain else 1
+
+
 MICROBATCHES_PER_STAGE = (None, 1, 2, 8)  # of a pipeline; None: the stack's default
 
 
@@ -62,7 +75,7 @@ class Candidate:
         layout = self.layout
         parts = [f"{layout.name} on {self.mesh}", f"reduction {layout.gradients.reduction}"]
         parts += [f"{layout.pipeline.microbatches} microbatches in the pipeline"] if layout.pipeline.microbatches else []
-        parts += [f"remat {layout.remat.saves}"] if layout.remat.saves != "everything" else []
+        parts += [f"remat {layout.remat}"] if layout.remat != Remat() else []
         return ", ".join(parts + [f"accumulate {self.accumulate}"] * (self.accumulate > 1))
 
 
@@ -131,8 +144,7 @@ class CandidateSpace:
 
     def _remats(self, family: int) -> list[Remat]:
         declared = self.layouts[family].remat
-        level = REMAT_SAVES.index(declared.saves)
-        return [declared, *(remat for remat in self.remats if REMAT_SAVES.index(remat.saves) > level)]
+        return [declared, *(remat for remat in self.remats if remat_level(remat) > remat_level(declared))]
 
 
 def _doublings(sizes: Iterable[int], wanted: Iterable[int]) -> float:

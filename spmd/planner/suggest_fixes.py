@@ -7,7 +7,7 @@ from typing import Any, Generic
 from spmd.errors import SpmdError
 from spmd.layout.schema import Default, OptimizerState
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.candidates import REMAT_SAVES, microbatches, remats
+from spmd.planner.candidates import microbatches, remat_level, remats
 from spmd.planner.plan_data import PlanData, PlanT, build_plan
 from spmd.planner.target import LARGEST, MIN_SAVING
 from spmd.planner.text_report import seconds
@@ -79,7 +79,7 @@ _Changes = Iterator[tuple[str, dict[str, Any]]]  # as text, and the layout, mesh
 
 def _remat(plan: PlanData) -> _Changes:
     for remat in remats(plan.program.placed):
-        if REMAT_SAVES.index(remat.saves) > REMAT_SAVES.index(plan.layout.remat.saves):
+        if remat_level(remat) > remat_level(plan.layout.remat):
             where = f" modules = {list(remat.modules)}".replace("'", '"') if remat.modules else ""
             yield f'[remat] save = "{remat.saves}"{where}', {"layout": dataclasses.replace(plan.layout, remat=remat)}
 

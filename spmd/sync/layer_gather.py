@@ -33,16 +33,16 @@ class LayerGather:
 
     Attributes:
       dtype: in which the layers compute; None: that of the parameters.
-      remat_policy: of the layout's `[remat]`.
+      remat: patterns and policies of the layout's `[remat]`.
     """
 
     sync: GradientSync
     dtype: Any = None
-    remat_policy: Callable[..., bool] | None = None
+    remat: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
-    def recomputes(self, layer: str) -> bool:
-        """Whether the layout says that a stack's layers, by the path of their module, are recomputed in the backward pass."""
-        return any(matches(pattern, [layer]) for pattern in self.sync.resolved.layout.remat.modules)
+    def remat_policy(self, layer: str) -> Callable[..., Any] | None:
+        """What the layout says of a stack's layers, by the path of their module; None: nothing."""
+        return next((policy for pattern, policy in self.remat if matches(pattern, [layer])), None)
 
     def __call__(self, paths: Mapping[str, str], params: Tree, residuals: dict[str, jax.Array]) -> Tree:
         """Full parameters of one layer.
@@ -70,12 +70,10 @@ class LayerReplicate:
     """`ParallelConfig.gather_layer` outside of workers, where the compiler gathers."""
 
     sync: GradientSync
-    remat_policy = None
 
-    def recomputes(self, layer: str) -> bool:
+    def remat_policy(self, layer: str) -> None:
         """There is no backward pass."""
         del layer
-        return False
 
     def __call__(self, paths: Mapping[str, str], params: Tree, residuals: dict[str, jax.Array]) -> Tree:
         """One layer's parameters, replicated over the workers."""
@@ -152,7 +150,7 @@ def _why_full(sync: GradientSync, path: str, used: list[str]) -> str | None:
     others = sorted(set(used) - {LAYER_PARAMS})
     given = [option for option in ("start_step", "exact_axes", "diagnostics") if getattr(declared, option)]
     parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
-    recomputed = [parent for parent in parents if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.modules)]
+    recomputed = [parent for parent in parents if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.patterns)]
     # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there; inside one that is not, JAX recomputes no part
     inside = recomputed if not any(f"{parent}/".endswith(("layers/", "cells/")) for parent in recomputed) else []
     codec_state = functools.partial(spec.codec.init, shape=spec.shard_layout.shape, full_shape=placement.shape)

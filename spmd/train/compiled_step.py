@@ -38,6 +38,7 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast, compute_dtype
+from spmd.train.remat import check_remat, remat_notes
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
@@ -71,10 +72,11 @@ class Program:
         placed.exchange.check_rounding()
         if placed.exchange.reduction.manual and not (placed.exchange.asynchronous or placed.exchange.local):
             placed.given.check_workers()
-        placed.model.check_remat(placed.resolved.layout.remat.modules)
+        placed.model.check_remat(placed.resolved.layout.remat.patterns)
+        check_remat(placed, self._jaxpr.jaxpr)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
         self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, placed.abstract_state.params)
-        self.notes += chosen
+        self.notes += [*chosen, *remat_notes(placed)]
         self._loss_names = (LOSS, *extra)
         self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)

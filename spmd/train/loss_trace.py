@@ -13,6 +13,7 @@ from spmd.train.activations import Seen
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective, naming_in_trace
 from spmd.train.precision import cast, compute_dtype
+from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract
 
 
@@ -39,9 +40,9 @@ def trace_objective(
 
     def run(variables: Variables, batch: Tree, key: Any) -> tuple:
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
-        remat = placed.resolved.layout.remat.modules if training else ()
+        remat = module_policies(placed.resolved.layout.remat) if training else ()
         with parallel_scope(parallel):
-            call = Call(training, key if training else None, remat_modules=remat, dtype=dtype, output_hook=seen)
+            call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen)
             return objective(placed.model.bind(variables, call), batch, key)
 
     variables = abstract(placed.abstract_state.variables)

@@ -28,6 +28,7 @@ from spmd.train.losses import check_masks, check_targets
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective
 from spmd.train.precision import cast, compute_dtype
+from spmd.train.remat import module_policies
 from spmd.train.row_proof import proved
 from spmd.train.row_values import KEY, Fixed, PerRow
 from spmd.train.state import State
@@ -101,13 +102,13 @@ def proof_of(placed: PlacedModel, loss: Objective, sample: Tree, parts: Parts, t
     variables, rows = abstract(placed.abstract_variables), jax.tree.leaves(sample)[0].shape[0]
     sizes = {axis: placed.mesh.shape[axis] for axis in placed.exchange.mesh_axes.data_axes}
     synchronised = jax.tree.leaves(variables.stats) and not parts.of_position and not parts.ticks
-    dtype, outputs, remat = compute_dtype(placed.config.precision), [], placed.resolved.layout.remat.modules
+    dtype, outputs, remat = compute_dtype(placed.config.precision), [], module_policies(placed.resolved.layout.remat)
 
     def call(variables: Variables, batch: Tree, key: Any) -> Any:
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
         sync = tuple(sizes) if synchronised else ()
         with parallel_scope(dataclasses.replace(UNSHARDED, used=set(), schedules={})):
-            asked = Call(True, key, sync_axes=sync, remat_modules=remat, dtype=dtype, output_hook=Seen(placed.resolved))
+            asked = Call(True, key, sync_axes=sync, remat=remat, dtype=dtype, output_hook=Seen(placed.resolved))
             value, extra = loss(placed.given.bind(variables, asked), batch, key)
         outputs.append(len(value) if isinstance(value, tuple) else 1)
         return value, extra

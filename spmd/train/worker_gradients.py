@@ -26,6 +26,7 @@ from spmd.train.activations import Activations
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
+from spmd.train.remat import forward_policy, module_policies
 from spmd.train.state import State
 from spmd.tree import Tree, map_paths
 from spmd.wire import collectives
@@ -121,9 +122,8 @@ class WorkerGradients:
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
         loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, sync_axes=axes if self.gathers else ())
-        remat = self.sync.resolved.layout.remat
-        if remat.saves != "everything" and not remat.modules:
-            loss = jax.checkpoint(loss, policy=remat_policy(remat.saves))
+        if (policy := forward_policy(self.sync.resolved.layout.remat)) is not None:
+            loss = jax.checkpoint(loss, policy=policy)
 
         def microbatch_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
             key = jax.random.fold_in(step_key, index)
@@ -210,11 +210,11 @@ class WorkerGradients:
     ) -> tuple[jax.Array, tuple[Sums, Tree]]:
         """The loss summed over these rows; beside it all metric sums and the next stats."""
         batch, weights = rows
-        remat = self.sync.resolved.layout.remat
+        remat = module_policies(self.sync.resolved.layout.remat)
         model_key, loss_key = jax.random.split(key)
-        policy, activations = remat_policy(remat.saves), Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
-        call = Call(self.training, model_key, localize, sync_axes, remat.modules, policy, self.dtype, activations)
-        gather = LayerGather(self.sync, self.dtype, policy) if self.sync.layerwise else None
+        activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
+        call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations)
+        gather = LayerGather(self.sync, self.dtype, remat) if self.sync.layerwise else None
         with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=residuals)):
             bound = self.model.bind(Variables(params, stats, rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
@@ -246,9 +246,3 @@ def nonzero(count: jax.Array) -> jax.Array:
     The choice is made here and not in the quotient, so the division rounds as it does by any number.
     """
     return lax.optimization_barrier(jnp.where(count == 0, jnp.inf, count))
-
-
-def remat_policy(save: str) -> Callable[..., bool] | None:
-    """The `jax.checkpoint` policy of a layout's `[remat] save`; None keeps nothing."""
-    policies = {"everything": jax.checkpoint_policies.everything_saveable, "dots": jax.checkpoint_policies.dots_saveable}
-    return policies.get(save)

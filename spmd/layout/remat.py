@@ -1,0 +1,98 @@
+"""The `[remat]` table: which activations are recomputed in the backward pass, kept, or moved to the host's memory."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from spmd.fields import Conflict, names, wrong_type
+
+SAVES = ("everything", "dots", "dots_no_batch", "nothing", "offload")
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Which activations are recomputed in the backward pass instead of being kept.
+
+    `save` names what is kept: "everything", "dots" (results of matrix products), "dots_no_batch" (those without batch dims: of weights,
+    not of attention), "offload" (the same, in the host's memory), "nothing", or a tuple of names that the model gives to values by
+    `jax.ad_checkpoint.checkpoint_name`. Values named in `offload` are kept in the host's pinned memory.
+
+    `modules` are path patterns of submodules, each rematerialised on its own; without them it is the whole forward pass. `rules` are
+    further `Remat`s, for other modules.
+
+    Example:
+      >>> Remat("nothing", "blocks/*").modules
+      ('blocks/*',)
+      >>> Remat(("attention",), ("blocks/layers",), offload=("features",)).names
+      ('attention', 'features')
+    """
+
+    save: str | tuple[str, ...] | None = None
+    modules: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    rules: tuple["Remat", ...] = ()
+
+    def __post_init__(self):
+        if isinstance(self.save, list):
+            object.__setattr__(self, "save", tuple(self.save))
+        if self.save is not None and not isinstance(self.save, str):
+            names(self.save)
+        for field in ("modules", "offload"):
+            object.__setattr__(self, field, names(getattr(self, field)))
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Remat) for rule in self.rules):
+            raise wrong_type(self, "rules", "a tuple of Remat")
+
+    @property
+    def saves(self) -> str | tuple[str, ...]:
+        """What is kept when the layout does not say: nothing but what is offloaded of named modules, else everything."""
+        return self.save or ("nothing" if self.modules or self.offload else "everything")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of values that are kept or offloaded."""
+        return tuple(dict.fromkeys([*(self.save if isinstance(self.save, tuple) else ()), *self.offload]))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any value goes to the host's memory."""
+        return self.save == "offload" or bool(self.offload) or any(rule.offloads for rule in self.rules)
+
+    @property
+    def of_modules(self) -> "tuple[Remat, ...]":
+        """This table, if it is for modules, and its rules."""
+        return (*([self] if self.modules else []), *self.rules)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Path patterns of all modules that are rematerialised."""
+        return tuple(pattern for remat in self.of_modules for pattern in remat.modules)
+
+    def __str__(self) -> str:
+        """In a few words.
+
+        >>> str(Remat(("attention",), offload=("features",)))
+        'attention, features offloaded'
+        """
+        kept = ", ".join(self.saves) if isinstance(self.saves, tuple) else self.saves
+        moved = f", {', '.join(self.offload)} offloaded" if self.offload else ""
+        return "; ".join([kept + moved, *(f"{', '.join(rule.modules)}: {rule}" for rule in self.rules)])
+
+
+def remat_problems(remat: Remat) -> Iterator[Conflict]:
+    """Values of `[remat]` that contradict each other."""
+    twice = sorted(set(remat.offload) & set(remat.save if isinstance(remat.save, tuple) else ()))
+    if twice:
+        yield Conflict("offload", f"{', '.join(twice)}: kept on the device by save, too.", "each name in one of the two.")
+    if remat.offload and remat.save == "everything":
+        yield Conflict("offload", 'save = "everything" keeps these values on the device, too.', 'save = "nothing", "dots" or names.')
+    if remat.rules and not remat.modules and remat.saves != "everything":
+        why = "without modules, save is for the whole forward pass, and what it says then holds inside the modules of rules, too."
+        yield Conflict("save", why, 'modules = ["..."] for it, or only rules.')
+    if isinstance(remat.save, tuple) and not remat.save:
+        yield Conflict("save", "no names.", 'save = "nothing".')
+    for rule in remat.rules:
+        if not rule.modules or rule.rules:
+            yield Conflict(
+                "rules", f"a rule ({rule}) {'has rules' if rule.rules else 'without modules'}.", 'such as modules = ["blocks/*"].'
+            )
+        for conflict in remat_problems(dataclasses.replace(rule, rules=())):
+            yield dataclasses.replace(conflict, why=f"rule for {', '.join(rule.modules)}: {conflict.why}")
