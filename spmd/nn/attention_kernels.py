@@ -75,7 +75,7 @@ class Kernel:
     def why_not(self, call: Attend, platform: str) -> str | None:
         """Why it cannot compute this; None if it can."""
         if self.platforms and platform not in self.platforms:
-            return f"it is for {'TPUs' if 'tpu' in self.platforms else 'GPUs'}, and the platform is {platform}"
+            return f"it is for {'TPUs' if 'tpu' in self.platforms else 'GPUs'}, and the step is compiled for {platform}"
         left = [option for option in call.options if self.takes is not None and option not in self.takes]
         return f"it does not take {', '.join(left)}" if left else self.refuses(call)
 
@@ -128,7 +128,7 @@ def _cudnn_refuses(call: Attend) -> str | None:
     try:
         jax.eval_shape(run, call.query, call.key, call.value, lengths)
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        return first_line(error).removesuffix(".")
+        return str(error).partition("\n")[0].removesuffix(".")
     return None
 
 

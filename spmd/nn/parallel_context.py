@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from spmd.errors import LayoutError
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.nn.constraints import constraints_on, manual_axes
+from spmd.nn.replaced_calls import replaced_calls
 from spmd.nn.schedule import Schedule
 from spmd.specs import spec_axes
 from spmd.xla import shard_map
@@ -39,6 +40,7 @@ class ParallelConfig:
         residuals to full ones. None: a stack has full ones.
       residuals: of error feedback, of the gradients that `gather_layer` reduces, [layers, ...] by path.
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
+      calls: functions in place of those of JAX and flax (`spmd.nn.replaced_calls`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and "time_chunk", "sequence", "experts".
       schedules: the schedule of every stack that was called, by a name for each.
       notes: lines on what modules have chosen, to be shown before a run, as keys.
@@ -57,6 +59,7 @@ class ParallelConfig:
     gather_layer: Any = dataclasses.field(default=None, compare=False)
     residuals: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict, compare=False)
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
+    calls: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
     notes: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
@@ -155,7 +158,7 @@ def parallel_scope(parallel: ParallelConfig) -> Iterator[ParallelConfig]:
     """Shard calls of a model inside as `parallel` says."""
     token = _CURRENT.set(parallel)
     try:
-        with constraints_on(parallel.mesh):
+        with constraints_on(parallel.mesh), replaced_calls(parallel.calls):
             yield parallel
     finally:
         _CURRENT.reset(token)

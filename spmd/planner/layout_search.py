@@ -18,7 +18,7 @@ from spmd.errors import CompileError, LayoutError, ModelError, OptionError, Spmd
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats
-from spmd.planner.compile import check_timeout
+from spmd.planner.compile import check_timeout, compiler_of
 from spmd.planner.lower_bounds import LowerBounds, lower_bounds_of, trainable_paths
 from spmd.planner.plan_data import build_plan
 from spmd.planner.planning import Plan
@@ -215,7 +215,8 @@ def search(
     layouts, left_out = chosen_layouts(candidates)
     rows = check_leaves(abstract(batch), "the batch")
     config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
-    on_one_device = PlacedModel(config, abstract_mesh(MeshSpec((("data", 1),))), Layout(), platform=cluster.target.platform)
+    one, (compiler, _) = abstract_mesh(MeshSpec((("data", 1),))), compiler_of(cluster.target, cluster.nodes)
+    on_one_device = PlacedModel(config, one, Layout(), platform=cluster.target.platform, kernels=compiler)
     say(f"compiling for one device, of {cluster}")
     alone = build_plan(Plan, on_one_device, batch, Cluster(1, 1, cluster.target), timeout=timeout)
     left_out = {name: f'{why}; candidates="all" includes it' for name, why in left_out.items()}

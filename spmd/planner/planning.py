@@ -9,7 +9,7 @@ from spmd.deprecated import warn
 from spmd.errors import MeshError, OptionError
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.compile import check_timeout
+from spmd.planner.compile import check_timeout, compiler_of
 from spmd.planner.drawings import array_drawing
 from spmd.planner.html_report import fragment, page
 from spmd.planner.plan_data import PlanData, build_plan
@@ -151,7 +151,8 @@ def plan(
     cluster, declared = Cluster.parse(target), Layout.load(layout)
     spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
     config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
-    placed = PlacedModel(config, abstract_mesh(spec), declared, platform=cluster.target.platform)
+    compiler, _ = compiler_of(cluster.target, cluster.nodes)
+    placed = PlacedModel(config, abstract_mesh(spec), declared, platform=cluster.target.platform, kernels=compiler)
     return build_plan(Plan, placed, batch, cluster, timeout=timeout, say=say)
 
 

@@ -23,6 +23,7 @@ from spmd.models.flax_linen import LinenModel
 from spmd.models.wrap import wrap
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
+from spmd.nn.unchanged_models import CALLS
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
@@ -82,13 +83,15 @@ def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0
 class PlacedModel:
     """A model on a mesh: what it is made of and where each array lives.
 
-    On a mesh without devices, `platform` says what they would be ("cpu", "cuda"); then everything works except `init`.
+    On a mesh without devices, `platform` says what they would be ("cpu", "cuda"); then everything works except `init`. `kernels` is the
+    platform whose kernels are called, if the step is compiled for another one, as an estimate.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Any, layout: Layout, platform: str | None = None):
+    def __init__(self, config: TrainConfig, mesh: Any, layout: Layout, platform: str | None = None, kernels: str | None = None):
         self._given, self.config = wrap(config.model), config
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
+        self.kernels = kernels or self.platform
         self.objective, self.optimizer = Objective(config.loss, dict(config.metrics or {})), check_optimizer(config.optimizer)
         self._layout = layout
         self._sample: Tree = None
@@ -96,7 +99,7 @@ class PlacedModel:
     def with_layout(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "PlacedModel":
         """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
         changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
-        other = PlacedModel(dataclasses.replace(self.config, model=self._given, **changed), mesh, layout, self.platform)
+        other = PlacedModel(dataclasses.replace(self.config, model=self._given, **changed), mesh, layout, self.platform, self.kernels)
         other.learn(self._sample)
         other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
         return other
@@ -213,7 +216,8 @@ class PlacedModel:
             layout.sequence,
             layout.experts,
             attention=layout.attention.implementation,
-            platform=self.platform,
+            platform=self.kernels,
+            calls=CALLS if layout.attention.implementation is not None else {},
             in_stage_order=self.order is not None,
         )
 

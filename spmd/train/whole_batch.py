@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from spmd.errors import LossError
 from spmd.jaxpr import equations
 from spmd.layout.gradients import Gradients
+from spmd.layout.schema import Attention
 from spmd.models.base import Call, Variables
 from spmd.nn.layer_stack import split_microbatches
 from spmd.nn.parallel_context import MIXTURE, UNSHARDED, parallel_scope
@@ -284,6 +285,8 @@ class Comparison:
         reduction = "all_reduce" if reduction == "parameter_server" else reduction
         pipeline = dataclasses.replace(layout.pipeline, schedule="gpipe") if self.parts.ticks and not parts.ticks else layout.pipeline
         layout = dataclasses.replace(layout, gradients=Gradients(reduction), parameter_server=ParameterServer(), pipeline=pipeline)
+        if layout.attention.implementation is not None:  # one for bfloat16 may not take float32
+            layout = dataclasses.replace(layout, attention=Attention("auto"))
         placed = self.placed.with_layout(self.placed.mesh, layout, accumulate=1, precision="float32")
         step = self.step(placed, given["weights"].shape[0])
         worker = dataclasses.replace(step.worker, microbatches=parts.microbatches, workers_per_position=parts.simulated, training=training)

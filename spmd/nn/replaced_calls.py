@@ -1,0 +1,95 @@
+"""Calls of JAX's and flax's attention functions in a model's own code go to other functions while the model is traced.
+
+Replaced are the names `jax.nn.dot_product_attention`, `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`, and these
+functions where a flax module has one as its `attention_fn`. A name that a file has imported from there is not: it is the function itself.
+"""
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import flax.linen as linen
+import flax.linen.attention as linen_attention
+import flax.nnx as nnx
+import flax.nnx.nn.attention as nnx_attention
+import jax
+
+ORIGINALS: dict[str, Callable[..., Any]] = {
+    "jax": jax.nn.dot_product_attention,
+    "nnx": nnx.dot_product_attention,
+    "linen": linen.dot_product_attention,
+}
+_NAMES = {"jax": (jax.nn,), "nnx": (nnx, nnx_attention), "linen": (linen, linen_attention)}
+_MODULES: tuple[Any, ...] = (nnx.MultiHeadAttention, linen.MultiHeadDotProductAttention)  # that keep the function as `attention_fn`
+_FUNCTIONS: contextvars.ContextVar[Mapping[str, Callable[..., Any]]] = contextvars.ContextVar(
+    "replaced_calls", default=MappingProxyType({})
+)
+
+
+@contextlib.contextmanager
+def replaced_calls(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a call of `ORIGINALS[name]` is one of `functions[name]`, which takes the original first. Other threads are not affected."""
+    token = _FUNCTIONS.set(functions)
+    if functions:
+        _count(1)
+    try:
+        yield
+    finally:
+        if functions:
+            _count(-1)
+        _FUNCTIONS.reset(token)
+
+
+def _replacement(name: str) -> Callable[..., Any]:
+    original = ORIGINALS[name]
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function = _FUNCTIONS.get().get(name)
+        return original(*args, **kwargs) if function is None else function(original, *args, **kwargs)
+
+    return call
+
+
+_REPLACEMENTS = {name: _replacement(name) for name in ORIGINALS}
+
+
+class _AttentionFn:
+    """In place of a module's attribute `attention_fn`: what the module has, or its replacement."""
+
+    def __init__(self, of_class: Any):
+        self.of_class = of_class
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        kept = self.of_class if module is None else vars(module).get("attention_fn", self.of_class)
+        return next((_REPLACEMENTS[name] for name, original in ORIGINALS.items() if kept is original), kept)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)["attention_fn"] = value
+
+
+_LOCK, _USERS = threading.Lock(), [0]
+_OF_CLASS = {kind: vars(kind).get("attention_fn") for kind in _MODULES}
+
+
+def _count(more: int) -> None:
+    """Count the open scopes of all threads: the first one replaces the functions, and the last one restores them."""
+    with _LOCK:
+        before, _USERS[0] = _USERS[0] > 0, _USERS[0] + more
+        if before == (_USERS[0] > 0):
+            return
+        functions = ORIGINALS if before else _REPLACEMENTS
+        for name, places in _NAMES.items():
+            for place in places:
+                place.dot_product_attention = functions[name]  # type: ignore[attr-defined]
+        for kind, of_class in _OF_CLASS.items():
+            if not before:
+                kind.attention_fn = _AttentionFn(of_class)
+            elif of_class is None:
+                del kind.attention_fn
+            else:
+                kind.attention_fn = of_class

@@ -1,0 +1,184 @@
+"""The `[attention]` table: from the file to the kernel that is called, its notes, and what is wrong with it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd.errors import LayoutError, OptionError
+from spmd.layout.schema import IMPLEMENTATIONS
+from spmd.layout.toml_reader import dumps, loads
+from spmd.nn import attention_kernels
+from spmd.nn.attention_kernels import KERNELS, Attend, choose
+from spmd.nn.chunked_attention import ScoreArrays, Scoring
+from spmd.nn.parallel_context import ParallelConfig, parallel_scope
+from spmd.planner.cudnn import cudnn_of
+from spmd.planner.target import Cluster
+
+TOKENS = np.zeros((8, 32, 4, 16), np.float32)
+
+
+def model(**options):
+    """Attention of the batch with itself, weighted."""
+
+    def apply(params, x):
+        return (spmd.nn.attention(x * params["w"], x, x, **options) ** 2).mean(axis=(1, 2, 3))
+
+    return spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, apply)
+
+
+def prepared(table, mesh="data=4,model=2", layout="data_parallel", **options):
+    """A trainer after everything that is checked before the first step."""
+    declared = dataclasses.replace(spmd.Layout.load(layout), attention=spmd.Attention(table), source="mine.toml", mesh=())
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
+    chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "mesh": mesh, "layout": declared}
+    trainer = spmd.Trainer(model(**options), **chosen)
+    trainer.prepare(TOKENS)
+    return trainer
+
+
+def test_table_round_trips_and_an_empty_one_is_auto():
+    for implementation in IMPLEMENTATIONS:
+        layout = spmd.Layout(attention=spmd.Attention(implementation))
+        assert loads(dumps(layout)) == layout != spmd.Layout()
+        assert f'[attention]\nimplementation = "{implementation}"' in dumps(layout)
+    assert set(KERNELS) == set(IMPLEMENTATIONS) - {"auto"}
+    assert loads("[attention]").attention.implementation == "auto"
+    assert loads("").attention.implementation is None
+
+
+def test_unknown_values(golden):
+    with pytest.raises(LayoutError) as caught:
+        loads('[attention]\nimplementation = "flash"\nkernel = "cudnn"\n', "mine.toml")
+    golden("attention_table_of_unknown_values", str(caught.value))
+
+
+def test_choice_is_a_note():
+    expected = "attention of 32 queries and keys, {} heads of 16, float32, a causal mask: {}."
+    for implementation, name in (("auto", "chunked"), ("chunked", "chunked")):
+        notes = prepared(implementation, causal=True).notes()
+        assert [note for note in notes if "attention" in note] == [expected.format(2, name)], "the heads of one device"
+    assert not [note for note in prepared(None, causal=True).notes() if "attention" in note]
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "triton", "splash"])
+def test_an_implementation_that_the_platform_does_not_have(implementation, golden):
+    with pytest.raises(LayoutError) as by_layout:
+        prepared(implementation)
+    with pytest.raises(OptionError) as by_argument:
+        prepared(None, implementation=implementation)
+    golden(f"attention_{implementation}_is_not_there", f"{by_layout.value}\n\n{by_argument.value}")
+    assert prepared("auto") and prepared(None, implementation="auto")
+
+
+def test_a_loss_without_attention(golden):
+    declared = spmd.Layout(attention=spmd.Attention("auto"), source="mine.toml")
+    plain = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, lambda params, x: x @ params["w"])
+    trainer = spmd.Trainer(plain, loss=lambda model, batch: model(batch).mean(axis=(1, 2)), optimizer=optax.sgd(0.1), layout=declared)
+    with pytest.raises(LayoutError) as caught:
+        trainer.prepare(TOKENS)
+    golden("attention_table_that_applies_to_nothing", str(caught.value))
+
+
+def test_the_ring_has_tiles_of_its_own(golden):
+    ring = {"layout": "context_parallel", "mesh": "data=2,context=4"}
+    problems = []
+    for table, options in (("cudnn", {}), ("auto", {"window": 3})):
+        with pytest.raises(OptionError) as caught:
+            prepared(table, **ring, **options)
+        problems.append(str(caught.value))
+    golden("attention_that_the_ring_does_not_have", "\n\n".join(problems))
+    prepared("auto", **ring, causal=True)
+
+
+def attend(dtype="bfloat16", queries=64, keys=64, heads=4, groups=4, size=64, arrays=None, **scoring):
+    """A call, as shapes."""
+    query, key = (jax.ShapeDtypeStruct((2, length, n, size), jnp.dtype(dtype)) for length, n in ((queries, heads), (keys, groups)))
+    return Attend(Scoring(0.1, **scoring), query, key, key, ScoreArrays(**(arrays or {})))
+
+
+IDS = jnp.zeros((2, 64), jnp.int32)
+MASK = jnp.ones((2, 64), bool)
+REFUSED = [
+    ("cudnn", attend("float32"), "it takes bfloat16 and float16, not float32"),
+    ("cudnn", attend(size=60), "The head dim must be <= 256 and a multiple of 8, but got 60"),
+    ("cudnn", attend(soft_cap=3.0, dropout=0.1), "it does not take a soft cap, dropout"),
+    ("cudnn", attend(arrays={"key_mask": MASK}), "it does not take a key mask"),
+    ("cudnn", attend(arrays={"segments": (IDS, IDS)}), "it does not take segment ids"),
+    ("cudnn", attend(window=(3, 3)), "it takes a window only of keys before a query, under a causal mask, without key lengths"),
+    ("triton", attend(queries=72, keys=72), "it takes as many queries as keys, a multiple of 16, not 72 and 72"),
+    ("triton", attend(queries=32), "it takes as many queries as keys, a multiple of 16, not 32 and 64"),
+    ("triton", attend(size=256), "it takes heads of 16 to 128, not 256"),
+    ("triton", attend(causal=True, window=(3, 0)), "it does not take a window"),
+    ("triton", attend(arrays={"segments": (IDS, IDS + 1)}), "it takes the same segment ids for queries and keys"),
+    ("splash", attend(), "it takes lengths and head sizes that are multiples of 128, not 64, 64 and 64"),
+    ("splash", attend(queries=128, keys=256, size=128, window=(8, 8)), "it takes a window only for as many queries as keys"),
+    ("splash", attend(dropout=0.1), "it does not take dropout"),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "why"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_shapes_and_options_that_a_kernel_refuses(name, call, why):
+    platform = "tpu" if name == "splash" else "cuda"
+    with cudnn_of(Cluster.parse("8xh100").target):
+        assert choose(name, call, platform) == (name, {name: why})
+        chosen, reasons = choose("auto", call, platform)
+    assert chosen != name
+    assert reasons.get(name, why) == why, "if none before it was taken"
+
+
+def test_auto_takes_the_first_that_can():
+    with cudnn_of(Cluster.parse("8xh100").target):
+        assert choose("auto", attend(causal=True, groups=2), "cuda") == ("cudnn", {})
+        assert choose("auto", attend(causal=True, window=(8, None)), "gpu") == ("cudnn", {})
+        assert choose("auto", attend(arrays={"key_lengths": IDS[:, 0]}), "cuda") == ("cudnn", {})
+        assert choose("auto", attend(arrays={"segments": (IDS, IDS)}, causal=True), "cuda")[0] == "triton"
+        assert choose("auto", attend(soft_cap=2.0), "cuda")[0] == "chunked"
+    assert choose("auto", attend(causal=True), "rocm")[0] == "triton", "without cuDNN"
+    assert choose("auto", attend(queries=256, keys=128, size=128, causal=True), "tpu") == ("splash", {})
+    assert choose("auto", attend(dropout=0.5), "cpu") == ("chunked", {})
+
+
+def sharded(mesh, heads, groups, axes=("data",), rows=8, **options):
+    """Shapes and manual axes that a kernel sees on a mesh, by way of one that is put in cuDNN's place."""
+    seen = []
+
+    def kernel(call):
+        seen.append((call.query.shape, call.key.shape, set(jax.sharding.get_abstract_mesh().manual_axes)))
+        return attention_kernels._xla(call)
+
+    parallel = ParallelConfig(spmd.make_mesh(mesh), axes, attention="cudnn", platform="cuda", used=set(), notes={}, **options)
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.normal(size=(rows, 16, n, 8)), jnp.float32) for n in (heads, groups, groups)]
+    ids = jnp.asarray(random.integers(0, 2, (rows, 16)), jnp.int32)
+
+    def run(query, key, value):
+        return spmd.nn.attention(query, key, value, segment_ids=ids, causal=True)
+
+    def both_passes(*arrays):
+        out, back = jax.vjp(run, *arrays)
+        return out, *back(jnp.sin(out))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, "cudnn", dataclasses.replace(KERNELS["cudnn"], run=kernel, takes=None, refuses=lambda call: None))
+        with parallel_scope(parallel):
+            ours = jax.jit(both_passes)(*arrays)
+    for a, b in zip(ours, jax.jit(lambda *x: both_passes(*x))(*arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+    return seen[0]
+
+
+def test_kernels_see_the_shards_of_a_device():
+    """Rows over data axes, heads over others; groups are repeated where there are fewer than devices."""
+    assert sharded("data=2,model=4", 8, 4) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
+    assert sharded("data=2,model=4", 8, 2) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
+    assert sharded("data=2,model=4", 8, 1) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
+    assert sharded("data=2,model=4", 6, 3) == ((4, 16, 6, 8), (4, 16, 3, 8), {"data", "model"}), "4 devices do not divide 6 heads"
+    assert sharded("data=8,model=1", 3, 3) == ((1, 16, 3, 8), (1, 16, 3, 8), {"data", "model"})
+    assert sharded("data=8,model=1", 3, 3, rows=4) == ((4, 16, 3, 8), (4, 16, 3, 8), {"data", "model"})
+    stages = {"pipeline": spmd.Pipeline("stage")}
+    assert sharded("data=2,stage=4", 8, 8, **stages) == ((4, 16, 8, 8), (4, 16, 8, 8), {"data", "stage"})
