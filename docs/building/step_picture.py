@@ -20,13 +20,13 @@ BOXES = {
     "forward": ("compute", 42, ROW_1, "2 loss on local rows", "train/worker_gradients.py\n_loss"),
     "backward": ("compute", 61.5, ROW_1, "3 backward pass", "train/worker_gradients.py\n_of_microbatch"),
     "local": ("array", 81, ROW_1, "local gradients", "full shape,\nsummed over microbatches"),
-    "residual": ("compute", 81, ROW_2, "4 add the residual", "sync/gradient_sync.py\nreduce_gradients"),
-    "encode": ("compute", 61.5, ROW_2, "5 encode, per bucket", "wire/codec/\nencode"),
-    "exchange": ("communication", 42, ROW_2, "6 reduce over workers", "wire/collectives.py\nall_to_all or reduce_scatter"),
-    "means": ("array", 22.5, ROW_2, "mean gradient shards", "new residual =\ngradient - kept"),
+    "residual": ("compute", 81, ROW_2, "4 add the residual", "wire/reduction.py\nreduce_bucket"),
+    "encode": ("compute", 61.5, ROW_2, "5 encode, per bucket", "wire/codec/\ncodec.mean"),
+    "exchange": ("communication", 42, ROW_2, "6 reduce over workers", "wire/collectives.py\nsuch as all_to_all, all_gather"),
+    "means": ("array", 22.5, ROW_2, "mean gradients", "next residual = gradient\n+ residual - kept"),
     "optimizer": ("compute", 22.5, ROW_3, "7 optimizer", "train/synchronous.py\nupdate"),
     "updates": ("communication", 42, ROW_3, "8 gather updates", "sync/parameter_sync.py\ngather_updates (ZeRO-1)"),
-    "state": ("array", 61.5, ROW_3, "next state", "same shards,\nsame memory (donated)"),
+    "state": ("array", 61.5, ROW_3, "next state", "sharded as before, in the\nold state's memory (donated)"),
 }
 ARROWS = ["params gather", "gather forward", "forward backward", "backward local", "local residual", "residual encode", "encode exchange"]
 ARROWS += ["exchange means", "means optimizer", "optimizer updates", "updates state"]

@@ -37,7 +37,8 @@ class State:
       stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
       rngs: the model's own random streams, as key data; on every device.
       key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
-      exchange: what the gradients' codecs remember, by path: residuals, one per worker, over the workers; empty without codecs.
+      exchange: what gradient communication keeps, by path: "residual", what each worker's codec has lost, [workers, ...], sharded over
+        workers; "codec", a codec's own arrays; and what the workers and servers of a parameter server keep. Empty if nothing is kept.
 
     Example:
       >>> import spmd
