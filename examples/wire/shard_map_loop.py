@@ -21,7 +21,7 @@ and from one codec to another:
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from spmd import wire
 
@@ -47,6 +47,7 @@ def train(codec: wire.Codec, steps: int = 200) -> tuple[list[float], int]:
     """The loss of every step, and the bytes that each device sends in one."""
     tx = optax.chain(wire.all_reduce("data", codec, error_feedback=not codec.lossless), optax.adamw(1e-3))
     params, teacher = make_params(jax.random.key(0)), make_params(jax.random.key(1))
+    params = jax.device_put(params, NamedSharding(mesh, P()))  # else the second step, which gets them so, is compiled again
     opt_state = wire.init(tx, params, mesh)
     specs = (P(), wire.specs(opt_state))  # what a worker's codec has lost is its own; all else is replicated
 

@@ -393,7 +393,7 @@ def _has_local_params(node: Any) -> bool:
 
 
 def _check_order(state: Tree) -> None:
-    """Refuse `optax.chain` with arrays of state before a communication: they would be each worker's own, and pass for replicated."""
+    """Refuse `optax.chain` with arrays of state before a communication: they would differ between workers, and `specs` calls them equal."""
     parts = [part for part in jax.tree.leaves(state, is_leaf=lambda node: node is not state) if part is not state]
     communications = [at for at, part in enumerate(parts) if _communicates(part)] if type(state) is tuple else []
     for part in parts[: communications[-1]] if communications else ():
