@@ -20,7 +20,7 @@ _NAMES = {
     "spmd.layout.compiler": ("Compiler",),
     "spmd.layout.model_parallel": ("Experts", "Pipeline", "Sequence"),
     "spmd.layout.remat": ("Remat",),
-    "spmd.layout.schema": ("Attention", "Default", "Layout", "OptimizerState", "Rule"),
+    "spmd.layout.schema": ("Attention", "Default", "Layout", "Memory", "OptimizerState", "Rule"),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
     "spmd.models.functional": ("FunctionalModel",),
     "spmd.planner.comparison": ("compare",),
@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
         Attention as Attention,
         Default as Default,
         Layout as Layout,
+        Memory as Memory,
         OptimizerState as OptimizerState,
         Rule as Rule,
     )

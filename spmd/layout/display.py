@@ -9,7 +9,7 @@ from spmd.layout.schema import Layout, Rule
 from spmd.render.html import Html, folded, framed, table
 from spmd.specs import spec_text
 
-OTHERS = ("optimizer", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "compiler")
+OTHERS = ("optimizer", "memory", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "compiler")
 COLUMNS = ("", "of", "is", "except", "line")
 
 

@@ -77,6 +77,20 @@ class OptimizerState:
 
 
 @dataclasses.dataclass(frozen=True)
+class Memory:
+    """In which memory arrays of the state live between steps.
+
+    `optimizer`: "device", or "host": the optimizer's moments, in pinned memory of the host; each is copied to the device for its update.
+
+    Example:
+      >>> Layout(memory=Memory("host")).memory.optimizer
+      'host'
+    """
+
+    optimizer: str = "device"
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """The implementation of attention: of `spmd.nn.attention`, and of JAX's and flax's functions, which models call unchanged.
 
@@ -109,6 +123,7 @@ class Layout:
     activations: tuple[Rule, ...] = ()  # submodule outputs: paths are of modules, dim 0 is always sharded over the data axes
     default: Default = Default()
     optimizer: OptimizerState = OptimizerState()
+    memory: Memory = Memory()
     gradients: Gradients = Gradients()  # noqa: RUF009
     parameter_server: ParameterServer = ParameterServer()  # noqa: RUF009
     remat: Remat = Remat()  # noqa: RUF009

@@ -15,7 +15,7 @@ from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
 from spmd.layout.remat import Remat, remat_problems
-from spmd.layout.schema import Attention, Batch, Default, Layout, OptimizerState, Rule
+from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
 from spmd.layout.server import server_problems
 from spmd.layout.toml_tables import CHOICES as CHOICES, Tables, is_number, register_hint
 from spmd.layout.toml_writer import dumps
@@ -115,6 +115,7 @@ class _Reader(Tables):
             activations=self.rules(data, "activations"),
             default=self.default(self.table(data, "default")),
             optimizer=OptimizerState(**self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState)),
+            memory=Memory(**self.fields(self.table(data, "memory"), "memory", Memory)),
             gradients=(gradients := self.gradients(self.table(data, "gradients"))),
             parameter_server=self.parameter_server(self.table(data, "parameter_server"), gradients),
             remat=self.remat(self.table(data, "remat")),

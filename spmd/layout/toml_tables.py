@@ -26,6 +26,7 @@ CHOICES = {
     "pipeline.schedule": SCHEDULES,
     "sequence.order": ORDERS,
     "attention.implementation": IMPLEMENTATIONS,
+    "memory.optimizer": ("device", "host"),
     "remat.save": SAVES,
 }
 ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}  # functions of spmd.wire that add a choice

@@ -7,7 +7,19 @@ from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Batch, Layout, Rule
 from spmd.specs import spec_text
 
-TABLES = ("default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "compiler")
+TABLES = (
+    "default",
+    "optimizer",
+    "memory",
+    "gradients",
+    "parameter_server",
+    "remat",
+    "pipeline",
+    "sequence",
+    "experts",
+    "attention",
+    "compiler",
+)
 
 
 def dumps(layout: Layout) -> str:

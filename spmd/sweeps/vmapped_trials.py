@@ -48,6 +48,9 @@ class VmappedTrials:
             does = "keeps parameters on servers" if placed.storage is not None else f"shards {sharded[0]}"
             fix = 'a layout that replicates them, such as "data_parallel".'
             raise LayoutError(f"{layout.source} {does}, and each trial of a sweep replicates its parameters.", fix=fix)
+        if layout.memory.optimizer != "device":
+            why = f"{layout.source}: [memory] keeps moments in the host's memory; a sweep keeps those of a chunk on the devices."
+            raise LayoutError(why, fix='[memory] optimizer = "device".')
         if jax.tree.leaves(placed.abstract_state.exchange):
             why = f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial."
             raise LayoutError(why, fix="[gradients] error_feedback = false, or a codec without state.")

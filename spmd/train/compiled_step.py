@@ -29,6 +29,7 @@ from spmd.train.asynchronous import Asynchronous
 from spmd.train.compiler_options import check_compiler_options
 from spmd.train.differentiable import check_gradient
 from spmd.train.export_step import export_step
+from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import nan_causes
@@ -38,7 +39,7 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast, compute_dtype
-from spmd.train.remat import check_remat, remat_notes
+from spmd.train.remat import check_remat
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
@@ -76,7 +77,7 @@ class Program:
         check_remat(placed, self._jaxpr.jaxpr)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
         self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, placed.abstract_state.params)
-        self.notes += [*chosen, *remat_notes(placed)]
+        self.notes += [*chosen, *memory_notes(placed.resolved.layout, placed.platform)]
         self._loss_names = (LOSS, *extra)
         self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)

@@ -29,6 +29,7 @@ from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
 from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
+from spmd.train.host_memory import check_memory
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype
@@ -234,6 +235,7 @@ class PlacedModel:
     @functools.cached_property
     def shardings(self) -> State:
         """The sharding of every leaf of the state."""
+        check_memory(self.resolved.layout, self.mesh, per_worker=self.exchange.local or self.exchange.asynchronous)
         memory = self.exchange.specs(self._abstract.exchange)
         return state_shardings(self._abstract, self.resolved, self.mesh, memory, local=self.exchange.local)
 

@@ -5,15 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from spmd.errors import LayoutError, Problem, closest, raise_problems
 from spmd.jaxpr import equations
 from spmd.layout.remat import Remat
 from spmd.models.base import LAYER_PARAMS
+from spmd.train.host_memory import HOST, without_host_memory
 from spmd.train.model_setup import PlacedModel
 
-HOST = "pinned_host"  # the memory of the host that devices copy from and to
 Policy = Callable[..., Any]
 
 
@@ -75,32 +74,13 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
                 known = f"{near}Names there: {', '.join(found)}." if found else ""
                 fix = known or f'x = jax.ad_checkpoint.checkpoint_name(x, "{name}") in the model; no value there has a name yet.'
                 problems.append(Problem(where, [f"no value {scope} has this name."], fix, kind="unknown_name"))
-    missing = _without_host_memory(placed) if remat.offloads else ""
+    missing = without_host_memory(placed.mesh) if remat.offloads else ""
     if missing:
         why = f"{missing} has no memory of kind {HOST}, to which values are offloaded."
         problems.append(Problem("[remat] offload", [why], 'save these values on the device, or save = "nothing".', kind="conflict"))
     raise_problems(LayoutError, f"{source} does not fit the model", problems)
 
 
-def remat_notes(placed: PlacedModel) -> list[str]:
-    """What a person should know of `[remat]` on this platform."""
-    if placed.resolved.layout.remat.offloads and placed.platform == "cpu":
-        return ["note: [remat] offload: on cpu, devices and host have one memory, so nothing is moved."]
-    return []
-
-
 def _names(jaxpr: Any) -> set[str]:
     """Names given to values, apart from the library's own."""
     return {equation.params["name"] for equation in equations(jaxpr) if equation.primitive.name == "name"} - {LAYER_PARAMS}
-
-
-def _without_host_memory(placed: PlacedModel) -> str:
-    """The device that cannot reach pinned memory of its host; "" if all of this process can, and where devices are only planned."""
-    for device in _local_devices(placed.mesh):
-        if HOST not in {memory.kind for memory in device.addressable_memories()}:
-            return str(device)
-    return ""
-
-
-def _local_devices(mesh: Any) -> list[Any]:
-    return [] if isinstance(mesh, AbstractMesh) else list(mesh.local_devices)

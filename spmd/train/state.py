@@ -17,6 +17,7 @@ from spmd.errors import OptimizerError, OptionError, short_repr, type_name
 from spmd.layout.resolve import Resolved
 from spmd.models.base import Model, Variables
 from spmd.specs import pspec
+from spmd.train.host_memory import HOST
 from spmd.tree import Tree, describe, flatten, path_of
 
 Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0
@@ -106,7 +107,10 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
         if local:
             return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
         place = owner_of(path_of(keys), leaf, resolved)
-        return replicated if place is None else NamedSharding(mesh, pspec(place.state_spec))
+        if place is None:
+            return replicated
+        sharding = NamedSharding(mesh, pspec(place.state_spec))
+        return sharding.with_memory_kind(HOST) if resolved.layout.memory.optimizer == "host" else sharding
 
     rest = jax.tree.map(lambda _: replicated, abstract)
     return dataclasses.replace(

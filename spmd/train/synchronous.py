@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd.sync.parameter_sync import gather_updates
+from spmd.train.host_memory import back_to_host, to_device
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, Reduced, UpdateRule
 from spmd.tree import Tree
@@ -38,9 +39,9 @@ class Synchronous(UpdateRule):
     def update(self, state: State, reduced: Reduced, loss: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
         """The optimizer's step. One that it skips changes no residual."""
         del events
-        updates, opt = self.optimizer.update(reduced.values, state.opt, state.params, value=loss)
+        updates, opt = self.optimizer.update(reduced.values, to_device(state.opt), state.params, value=loss)
         comm_state = jax.tree.map(functools.partial(jnp.where, skipped(opt)), state.exchange, reduced.comm_state)
-        return optax.apply_updates(state.params, gather_updates(self.sync, updates)), opt, comm_state
+        return optax.apply_updates(state.params, gather_updates(self.sync, updates)), back_to_host(opt, state.opt), comm_state
 
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
         """Parameters and gradients as the layout shards them; workers do not see the optimizer's state."""

@@ -93,7 +93,7 @@ def test_options_of_codecs_and_the_top_are_listed():
     below = sections("layouts")["[gradients]"]
     assert not [option for codec in CODECS for option in codec_options(codec) if f"`{option}`" not in below]
     assert not [codec for codec in CODECS if f'`"{codec}"`' not in below]
-    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 15 and Gradients().codec == "exact"
+    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 16 and Gradients().codec == "exact"
 
 
 RETURNED = {  # types that public functions return and that users do not construct

@@ -16,7 +16,6 @@ from spmd.errors import LayoutError, ModelError
 from spmd.jaxpr import equations
 from spmd.layout.toml_reader import loads
 from spmd.layout.toml_writer import dumps
-from spmd.train.remat import HOST
 from spmd.tree import flatten
 
 ROWS, WIDTH, HIDDEN, LAYERS = 16, 16, 28, 3
@@ -199,17 +198,7 @@ def test_text_that_cannot_be_read(golden):
 
 
 def test_offload_needs_memory_of_the_host(monkeypatch, golden):
-    class Device:
-        def __init__(self, device):
-            self.device = device
-
-        def addressable_memories(self):
-            return [memory for memory in self.device.addressable_memories() if memory.kind != HOST]
-
-        def __str__(self):
-            return "chip 0"
-
-    monkeypatch.setattr("spmd.train.remat._local_devices", lambda mesh: [Device(device) for device in mesh.local_devices])
+    monkeypatch.setattr("spmd.train.host_memory._memory_kinds", lambda device: {"device"})
     with pytest.raises(LayoutError) as caught:
         trainer_of(Remat(None, LAYERS_OF_STACK, ("hidden",))).prepare(batch())
     golden("remat_offload_without_host_memory", str(caught.value))
