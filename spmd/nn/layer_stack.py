@@ -16,7 +16,7 @@ from spmd.nn.layer_order import stage_order
 from spmd.nn.parallel_context import ParallelConfig, current, row_spec
 from spmd.nn.pipeline_executor import from_last_stage, run_schedule
 from spmd.nn.schedule import make_schedule
-from spmd.nn.stacking import Layers, Repeated, gather_in_turn, scan_layers, stack_modules, unstack_module
+from spmd.nn.stacking import Layers, Repeated, run_layers, scan_layers, stack_modules, unstack_module
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
 from spmd.wire import collectives
@@ -77,8 +77,7 @@ class LayerStack(nnx.Module):
             def run_layer(x: Tree, variables: tuple) -> tuple[Any, Tree]:
                 return call(x, (rows, arrays), variables, lambda key: key)
 
-            run_layer, variables = gather_in_turn(parallel, layers, run_layer)
-            y, kept = scan_layers(run_layer, x, variables, unroll=parallel.unroll)
+            y, kept = run_layers(parallel, layers, run_layer, x)
         else:
             y, kept = _pipelined(parallel, layers, call, x, rows, arrays)
         layers.keep(kept)

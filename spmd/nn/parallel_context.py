@@ -36,8 +36,7 @@ class ParallelConfig:
       in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.layer_order`).
       unroll: whether loops are unrolled (for a convolution in a loop's body, on a CPU).
       row_splits: the number of parts into which the step will split the rows that a module now sees: accumulation, workers.
-      gather_layer: `spmd.sync.layer_gather.LayerGather`: of the paths of a stack's parameters, one layer's shards and their
-        residuals to full ones. None: a stack has full ones.
+      gather_layer: `spmd.sync.layer_gather.LayerGather`, how a stack gathers the parameters of a layer. None: it has full ones.
       residuals: of error feedback, of the gradients that `gather_layer` reduces, [layers, ...] by path.
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       calls: functions in place of those of JAX and flax (`spmd.nn.replaced_calls`).

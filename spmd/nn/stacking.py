@@ -13,16 +13,16 @@ from flax.errors import TraceContextError
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.errors import ModelError, type_name
-from spmd.jaxpr import equations
 from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
+from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
 from spmd.nn.parallel_context import ParallelConfig
 from spmd.tree import Tree, describe, flatten
 
 PLAIN = (bool, int, float, str, type(None))
 UNKNOWN = "..."
 MOVES = (
-    *("all_gather", "reshape", "transpose", "convert_element_type", "bitcast_convert_type", "reduce_precision", "concatenate", "split"),
+    *("reshape", "transpose", "convert_element_type", "bitcast_convert_type", "reduce_precision", "concatenate", "split"),
     *("slice", "squeeze", "broadcast_in_dim", "name"),
 )
 
@@ -275,33 +275,26 @@ class Layers:
             nnx.update(self._module, nnx.from_flat_state(changed))
 
 
-def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable[..., tuple]) -> tuple[Callable[..., tuple], Tree]:
-    """`run_layer(x, variables)` and the variables to scan; where the step says so, each layer gathers its parameters (FSDP).
+def run_layers(parallel: ParallelConfig, layers: Layers, run_layer: Callable[..., tuple], x: Tree) -> tuple[Tree, Tree]:
+    """`run_layer(x, variables) -> (x, kept)` from layer to layer; where the step says so, with parameters that are gathered layer by layer.
 
-    The backward pass gathers them again: of what the forward pass computes it keeps all, or what `[remat]` says of the layers, but never
-    gathered parameters and copies of them in other dtypes or orders of dims.
+    Of what the forward pass computes, the backward pass then keeps all, or what `[remat]` says of the layers, but never gathered
+    parameters and copies of them in other dtypes or orders of dims.
     """
     gather = parallel.gather_layer
     if gather is None:
-        return run_layer, layers.variables
-    residuals = {path: parallel.residuals[path] for path in layers.paths.values() if path in parallel.residuals}
-    sizes: set[int] = set()  # of all arrays on the way from shards to full parameters
+        return scan_layers(run_layer, x, layers.variables, unroll=parallel.unroll)
+    (params, *others), paths = layers.variables, layers.paths
+    communication = Communication(functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths))
+    remat_policy = gather.remat_policy(next(path.removesuffix(f"/{name}") for name, path in paths.items()))
+    sizes = {leaf.size for leaf in jax.tree.leaves(jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], params)))}
 
-    def run(x: Tree, inputs: tuple) -> tuple[Any, Tree]:
-        (params, *rest), residuals = inputs
-        traced = jax.make_jaxpr(functools.partial(gather, layers.paths))(params, residuals)
-        sizes.update(v.aval.size for equation in equations(traced.jaxpr) for v in (*equation.invars, *equation.outvars))
-        full = gather(layers.paths, params, residuals)
-        token = RECOMPUTED.set(
-            remat_policy is not None
-        )  # a checkpoint inside would wait for all parameters before it computes, and hide no gather
+    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
+        token = RECOMPUTED.set(remat_policy is not None)
         try:
-            return run_layer(x, (full, *rest))
+            return _same_shape(run_layer, x, (full, *others))
         finally:
             RECOMPUTED.reset(token)
-
-    layer = next(path.removesuffix(f"/{name}") for name, path in layers.paths.items())
-    remat_policy = gather.remat_policy(layer)
 
     def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
         own_name = remat_policy is not None and primitive.name == "name" and params["name"] != LAYER_PARAMS  # the layout asks for it
@@ -309,8 +302,8 @@ def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable
             return False
         return remat_policy is None or remat_policy(primitive, *inputs, **params)
 
-    # inside a loop the compiler does not merge the two gathers
-    return jax.checkpoint(run, policy=policy, prevent_cse=parallel.unroll), (layers.variables, residuals)
+    residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
+    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy=policy, unroll=parallel.unroll)
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:

@@ -18,11 +18,11 @@ from spmd.specs import Spec, entry_axes, keep_axes, pspec
 from spmd.sync.gradient_plan import GradientSpec
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import constrain
-from spmd.tree import Tree, flatten, format_bytes
+from spmd.tree import Tree, flatten, format_bytes, map_paths
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.reduction import Transfer
 from spmd.wire.shard_layout import ShardLayout
-from spmd.wire.sharded import Gathering, gather_leaves
+from spmd.wire.sharded import Gathering
 
 AUTO_BYTES = 128 * 2**20  # of a model's stacks on one device, from which on `gather = "auto"` gathers one layer at a time
 
@@ -44,25 +44,39 @@ class LayerGather:
         """What the layout says of a stack's layers, by the path of their module; None: nothing."""
         return next((policy for pattern, policy in self.remat if matches(pattern, [layer])), None)
 
-    def __call__(self, paths: Mapping[str, str], params: Tree, residuals: dict[str, jax.Array]) -> Tree:
+    def gather(self, paths: Mapping[str, str], shards: Tree) -> Tree:
         """Full parameters of one layer.
 
         Args:
-          paths: of each parameter in the model, by its path in `params`.
+          paths: of each parameter in the model, by its path in `shards`.
+        """
+        sharded, gathering = self._gathering(paths, shards)
+        return _replaced(paths, shards, dict(zip(sharded, gathering.gather(list(sharded.values())), strict=True)))
+
+    def reduce(
+        self, paths: Mapping[str, str], shards: Tree, grads: Tree, residuals: dict[str, jax.Array]
+    ) -> tuple[Tree, dict[str, jax.Array]]:
+        """Mean gradients of one layer's shards, and the next residuals.
+
+        Args:
+          grads: of full parameters; those that are not gathered by layer stay as they are.
           residuals: of one layer, by path in the model.
         """
-        sync, flat = self.sync, flatten(params)
-        sharded = {paths[name]: leaf for name, leaf in flat.items() if paths.get(name) in sync.layerwise}
-        if not sharded:
-            return params
+        sharded, gathering = self._gathering(paths, shards)
+        full = {paths[name]: leaf for name, leaf in flatten(grads).items() if paths.get(name) in sharded}
+        numbers = {path: number for number, path in enumerate(sharded) if path in residuals}
+        memory = {number: residuals[path] for path, number in numbers.items()}
+        means, after = gathering.reduce([full[path].astype(shard.dtype) for path, shard in sharded.items()], memory)
+        return _replaced(paths, grads, dict(zip(sharded, means, strict=True))), {path: after[number] for path, number in numbers.items()}
+
+    def _gathering(self, paths: Mapping[str, str], shards: Tree) -> tuple[dict[str, jax.Array], Gathering]:
+        """The arrays that are gathered, by path in the model, and how."""
+        sync = self.sync
+        sharded = {paths[name]: leaf for name, leaf in flatten(shards).items() if paths.get(name) in sync.layerwise}
         specs = [sync.gradient_specs[path] for path in sharded]
-        model_axes = sync.mesh_axes.model_axes if specs[0].nested else ()
-        weights = sync.resolved.layout.gradients.weights
+        model_axes = sync.mesh_axes.model_axes if specs and specs[0].nested else ()
         along = tuple(pspec(of_layer(spec.model_spec)) for spec in specs) if model_axes else ()
-        gathering = Gathering(tuple(map(_transfer, specs)), weights, self.dtype, model_axes, along)
-        kept = {number: residuals[path] for number, path in enumerate(sharded) if path in residuals}
-        full = dict(zip(sharded, gather_leaves(gathering, list(sharded.values()), kept), strict=True))
-        return jax.tree.unflatten(jax.tree.structure(params), [full.get(paths.get(name, ""), leaf) for name, leaf in flat.items()])
+        return sharded, Gathering(tuple(map(_transfer, specs)), sync.resolved.layout.gradients.weights, self.dtype, model_axes, along)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +89,8 @@ class LayerReplicate:
         """There is no backward pass."""
         del layer
 
-    def __call__(self, paths: Mapping[str, str], params: Tree, residuals: dict[str, jax.Array]) -> Tree:
+    def gather(self, paths: Mapping[str, str], params: Tree) -> Tree:
         """One layer's parameters, replicated over the workers."""
-        del residuals
         mesh_axes, placements = self.sync.mesh_axes, self.sync.resolved.placements
 
         def replicate(name: str, leaf: jax.Array) -> jax.Array:
@@ -85,8 +98,16 @@ class LayerReplicate:
                 return leaf
             return constrain(mesh_axes, of_layer(keep_axes(placements[paths[name]].spec, mesh_axes.model_axes)), leaf)
 
-        leaves = [replicate(name, leaf) for name, leaf in flatten(params).items()]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+        return map_paths(replicate, params)
+
+    def reduce(self, paths: Mapping[str, str], params: Tree, grads: Tree, residuals: Tree) -> tuple[Tree, Tree]:
+        """There is no backward pass."""
+        raise NotImplementedError
+
+
+def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array]) -> Tree:
+    """The tree with these values, by path in the model."""
+    return map_paths(lambda name, leaf: values.get(paths.get(name, ""), leaf), tree)
 
 
 def of_layer(spec: Spec) -> Spec:

@@ -1,0 +1,214 @@
+"""A scan over layers that gathers each layer's parameters while the layer before computes, and reduces gradients likewise (FSDP).
+
+Forward, iteration i computes layer i and gathers layer i + 1. Backward, it computes the gradients of layer i, gathers layer i - 1 and
+reduces the gradients of layer i + 1. Nothing that is communicated depends on what the iteration computes, so a compiler can hide all of
+it; parameters of two layers exist at a time. A scan that gathers inside its body communicates the same bytes, and hides only what the
+layer itself lets it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.tree import Tree
+
+
+class Communication(NamedTuple):
+    """How one layer's parameters and gradients are communicated.
+
+    Attributes:
+      gather: full parameters, from this worker's shards.
+      reduce: gradients of shards and the next residuals, from shards (whose dtypes they get), gradients of full parameters and residuals.
+    """
+
+    gather: Callable[[Tree], Tree]
+    reduce: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+class Stack(NamedTuple):
+    """Leaves [layers, ...]: this worker's shards of parameters, the layers' other variables, and residuals of the gradients."""
+
+    shards: Tree
+    others: Tree
+    residuals: Tree
+
+
+class _Loop(NamedTuple):
+    communication: Communication
+    run: Callable[..., tuple[Tree, Tree]]  # (x, full parameters, others, constants) -> (x, kept)
+    unroll: bool
+
+
+def scan_gathered(
+    communication: Communication,
+    run_layer: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    x: Tree,
+    stack: Stack,
+    *,
+    policy: Callable[..., bool] | None,
+    unroll: bool = False,
+) -> tuple[Tree, Tree]:
+    """`run_layer(x, full parameters, others) -> (x, kept)` from layer to layer: the last x, and what all layers keep, [layers, ...].
+
+    The gradient with respect to `stack.residuals` is the next residuals.
+
+    Args:
+      policy: of `jax.checkpoint`: what a layer keeps for the backward pass beside its input. None: nothing.
+      unroll: the loop, as for a convolution on a CPU.
+    """
+    full = jax.eval_shape(communication.gather, _layer(stack.shards, 0))
+    # arrays that the layer closes over become arguments, because the backward pass is traced elsewhere
+    jaxpr, out = jax.make_jaxpr(run_layer, return_shape=True)(x, full, _layer(stack.others, 0))
+    structure = jax.tree.structure(out)
+
+    def run(x: Tree, full: Tree, others: Tree, constants: list[Any]) -> tuple[Tree, Tree]:
+        outputs = jax.core.eval_jaxpr(jaxpr.jaxpr, constants, *jax.tree.leaves((x, full, others)))
+        return jax.tree.unflatten(structure, outputs)
+
+    loop = _Loop(communication, jax.checkpoint(run, policy=policy, prevent_cse=unroll), unroll)
+    return _scan(loop, x, stack, list(jaxpr.consts))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[Tree, Tree]:
+    """Without a backward pass: nothing is saved."""
+
+    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree, None]:
+        return *loop.run(x, full, others, constants), None
+
+    x, kept, _ = _forward_loop(loop, run, x, stack)
+    return x, kept
+
+
+def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack) -> tuple[Tree, Tree, tuple]:
+    """The last x, what all layers keep, and what is saved: by all but the last, [layers - 1, ...], by the last, and its parameters."""
+    gather, count = loop.communication.gather, _count(stack)
+
+    def body(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
+        (x, full), (number,) = carry, inputs
+        following = gather(_layer(stack.shards, number + 1))
+        x, kept, saved = run(x, full, _layer(stack.others, number))
+        return (x, following), (kept, saved)
+
+    (x, full), (kept, saved) = _run_loop(loop, body, (x, gather(_layer(stack.shards, 0))), (np.arange(count - 1),))
+    x, kept_last, saved_last = run(x, full, _layer(stack.others, count - 1))
+    kept = jax.tree.map(lambda before, last: jnp.concatenate([before, last[None]]), kept, kept_last)
+    return x, kept, (saved, saved_last, full)
+
+
+def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[tuple[Tree, Tree], tuple]:
+    backward: list[_Backward] = []  # the same for every layer
+
+    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree, list[Any]]:
+        def differentiable(x: Tree, full: Tree, others: Tree, constants: list[Any]) -> tuple[Tree, Tree]:
+            return loop.run(x, full, others, constants)
+
+        (y, kept), function = jax.vjp(differentiable, x, full, others, constants)
+        leaves, structure = jax.tree.flatten(function)
+        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((full, others, constants)))}
+        sources = tuple(known.get(id(leaf)) for leaf in leaves)
+        backward[:] = [_Backward(structure, sources)]
+        return y, kept, [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+
+    x, kept, saved = _forward_loop(loop, run, x, stack)
+    return (x, kept), (_Static(backward[0]), saved, stack, constants)
+
+
+class _Backward(NamedTuple):
+    """What `jax.vjp` returns is a pytree of its residuals: some are the layer's inputs, by their number, the others (None) are saved."""
+
+    structure: Any
+    sources: tuple[int | None, ...]
+
+    def __call__(self, saved: list[Any], inputs: tuple, cotangents: tuple) -> tuple:
+        known, rest = jax.tree.leaves(inputs), iter(saved)
+        leaves = [next(rest) if source is None else known[source] for source in self.sources]
+        return jax.tree.unflatten(self.structure, leaves)(cotangents)
+
+
+@jax.tree_util.register_static
+class _Static(NamedTuple):
+    backward: _Backward
+
+
+def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]) -> tuple[Tree, Stack, list[Any]]:
+    (backward,), (saved, saved_last, full_last), stack, constants = residuals
+    (gather, reduce), count = loop.communication, _count(stack)
+    dx, dkept = cotangents
+
+    def gradients(number: Any, saved: list[Any], full: Tree, dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
+        inputs = full, _layer(stack.others, number), constants
+        return _differentiable(backward(saved, inputs, (dx, _layer(dkept, number))))
+
+    def reduced(number: Any, dfull: Tree, done: Stack) -> Stack:
+        """`done` with the reduced gradients of a layer."""
+        dshards, after = reduce(_layer(stack.shards, number), dfull, _layer(stack.residuals, number))
+        return done._replace(shards=_put(done.shards, number, dshards), residuals=_put(done.residuals, number, after))
+
+    def body(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
+        dx, full, dfull, dconstants, done = carry
+        number, saved = inputs
+        following = gather(_layer(stack.shards, jnp.maximum(number - 1, 0)))
+        done = reduced(number + 1, dfull, done)
+        dx, dfull, dothers, more = gradients(number, saved, full, dx)
+        done = done._replace(others=_put(done.others, number, dothers))
+        return (dx, following, dfull, jax.tree.map(jnp.add, dconstants, more), done), None
+
+    following = gather(_layer(stack.shards, max(count - 2, 0)))
+    dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, dx)
+    done = _differentiable(jax.tree.map(_no_gradient, stack))
+    done = done._replace(others=_put(done.others, count - 1, dothers))
+    carry = dx, following, dfull, dconstants, done
+    (dx, _, dfull, dconstants, done), _ = _run_loop(loop, body, carry, (np.arange(count - 1), saved), reverse=True)
+    return dx, _complete(reduced(0, dfull, done), stack), _complete(dconstants, constants)
+
+
+_scan.defvjp(_scan_forward, _scan_backward)
+
+
+def _run_loop(loop: _Loop, body: Callable, carry: Tree, xs: tuple, *, reverse: bool = False) -> tuple[Tree, Tree]:
+    length = len(xs[0])
+    return lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=max(length, 1) if loop.unroll else 1)
+
+
+def _count(stack: Stack) -> int:
+    return jax.tree.leaves(stack)[0].shape[0]
+
+
+def _layer(tree: Tree, number: Any) -> Tree:
+    """The values of one layer."""
+
+    def take(leaf: Any) -> Any:
+        if leaf.dtype == jax.dtypes.float0:
+            return np.zeros(leaf.shape[1:], jax.dtypes.float0)
+        return lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+
+    return jax.tree.map(take, tree)
+
+
+def _put(tree: Tree, number: Any, part: Tree) -> Tree:
+    """`tree` with the values of one layer."""
+    return jax.tree.map(lambda leaf, value: lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), number, 0), tree, part)
+
+
+def _no_gradient(leaf: Any) -> Any:
+    """A gradient of zero."""
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.zeros_like(leaf) if floating else np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _differentiable(grads: Tree) -> Tree:
+    """Gradients without those of integers, which have none."""
+    return jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, grads)
+
+
+def _complete(grads: Tree, like: Tree) -> Tree:
+    """The inverse of `_differentiable`."""
+    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
+    pairs = zip(leaves, jax.tree.leaves(like), strict=True)
+    return jax.tree.unflatten(structure, [_no_gradient(old) if leaf is None else leaf for leaf, old in pairs])
