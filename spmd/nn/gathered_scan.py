@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from spmd.tree import Tree
 
@@ -67,7 +68,7 @@ def scan_gathered(
     structure = jax.tree.structure(out)
 
     def run(x: Tree, full: Tree, others: Tree, constants: list[Any]) -> tuple[Tree, Tree]:
-        outputs = jax.core.eval_jaxpr(jaxpr.jaxpr, constants, *jax.tree.leaves((x, full, others)))
+        outputs = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, constants))(*jax.tree.leaves((x, full, others)))
         return jax.tree.unflatten(structure, outputs)
 
     loop = _Loop(communication, jax.checkpoint(run, policy=policy, prevent_cse=unroll), unroll)

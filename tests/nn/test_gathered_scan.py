@@ -1,0 +1,69 @@
+"""A scan that gathers one layer ahead has the values and gradients of one that has all parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
+
+WIDTH = 4
+NO_COPIES = Communication(lambda shards: shards, lambda shards, grads, residuals: (grads, jax.tree.map(lambda x: x + 1, residuals)))
+
+
+def values(layers):
+    rng = np.random.default_rng(0)
+    weights = {"w": jnp.asarray(rng.normal(size=(layers, WIDTH, WIDTH)), jnp.float32)}
+    others = {"scale": jnp.asarray(rng.normal(size=(layers, WIDTH)), jnp.float32), "number": jnp.arange(layers)}
+    table, x = (jnp.asarray(rng.normal(size=(3, WIDTH)), jnp.float32) for _ in range(2))
+    return weights, others, table, x
+
+
+def layer(table, x, weights, others):
+    x = jnp.tanh(x @ weights["w"]) * others["scale"] + table * others["number"]
+    return x, {"mean": x.mean(), "calls": others["number"] + 1}
+
+
+def total(x, kept):
+    return jnp.sum(x**2) + jnp.sum(jnp.sin(kept["mean"]) * jnp.arange(len(kept["mean"])))
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
+    weights, others, table, x = values(layers)
+
+    def plain(weights, scale, table, x):
+        def body(x, inputs):
+            return layer(table, x, *inputs)
+
+        x, kept = jax.lax.scan(body, x, (weights, others | {"scale": scale}))
+        return total(x, kept), kept
+
+    def ahead(weights, scale, table, x, residuals):
+        def run(x, weights, others):
+            return layer(table, x, weights, others)  # the table is closed over
+
+        stack = Stack(weights, others | {"scale": scale}, residuals)
+        x, kept = scan_gathered(NO_COPIES, run, x, stack, policy=policy)
+        return total(x, kept), kept
+
+    residuals = {"w": jnp.zeros((layers, WIDTH))}
+    arguments = weights, others["scale"], table, x
+    (expected, kept), grads = jax.jit(jax.value_and_grad(plain, range(4), has_aux=True))(*arguments)
+    (value, ours), (*found, after) = jax.jit(jax.value_and_grad(ahead, range(5), has_aux=True))(*arguments, residuals)
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert ours["calls"].tolist() == kept["calls"].tolist() == list(range(1, layers + 1))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5), tuple(found), grads
+    )
+    np.testing.assert_array_equal(after["w"], np.ones((layers, WIDTH)))
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(grads)[:3])
+
+
+def test_values_without_a_backward_pass():
+    weights, others, table, x = values(3)
+    y, kept = scan_gathered(NO_COPIES, lambda *inputs: layer(table, *inputs), x, Stack(weights, others, {}), policy=None)
+    expected, means = jax.lax.scan(lambda x, inputs: layer(table, x, *inputs), x, (weights, others))
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    np.testing.assert_allclose(kept["mean"], means["mean"], rtol=1e-6)
