@@ -177,7 +177,7 @@ class Problem:
       rule: the rule's number in its table, from 1.
       line: of the layout file.
       kind: "unknown_key", "invalid_value", "unread_key", "unknown_axis", "repeated_axis", "no_match", "overlap", "no_rule",
-        "wrong_rank", "not_divisible", "unused_axis", "too_much_replicated" or "conflict".
+        "wrong_rank", "not_divisible", "unused_axis", "too_much_replicated", "conflict" or "unregistered".
     """
 
     where: str

@@ -21,7 +21,7 @@ from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
 from spmd.launch import data_command, launch_command, plan_command
-from spmd.layout.toml_reader import load, shipped
+from spmd.layout.toml_reader import load, load_registered, shipped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,10 +101,9 @@ def _check(options: argparse.Namespace) -> str:
     from spmd.sync.notes import notes
     from spmd.tree import flatten
 
-    layout = load(options.layout)
+    layout, model = load_registered(options.layout, lambda: wrap(_imported(options.model)))
     mesh = _mesh(options.mesh, layout)
     batch = None if options.batch is None else _batch(options.batch)
-    model = wrap(_imported(options.model))
     variables, names = _shapes(model, batch)
     resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks())
     if batch is not None:

@@ -5,6 +5,7 @@ The script runs normally up to its call of `spmd.fit`; the arguments of that cal
 
 import argparse
 import contextlib
+import functools
 import inspect
 import os
 import runpy
@@ -14,7 +15,7 @@ from typing import Any
 
 from spmd.deprecated import warn
 from spmd.errors import OptionError, SpmdError
-from spmd.layout.toml_reader import load
+from spmd.layout.toml_reader import load_registered
 from spmd.planner.target import Cluster, load as load_target, shipped
 
 
@@ -132,7 +133,8 @@ def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The step that a script trains on the target, as arguments of `spmd.plan`.
 
     Raises:
-      SpmdError: an option is invalid, raised before the script runs; there is no such script, or it does not call `spmd.fit`.
+      SpmdError: an option is invalid; there is no such script, or it does not call `spmd.fit`. Options are checked before the script
+        runs; a layout that names an unknown codec or reduction, which the script may register, after it.
     """
     import jax
 
@@ -144,11 +146,13 @@ def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
     names = ("layout", "mesh", "precision", "accumulate", "batch_size")
     overrides = {name: value for name, value in vars(options).items() if name in names and value is not None}
     check_numbers(overrides.get("precision", "float32"), overrides.get("accumulate", 1))
-    if "layout" in overrides:
-        overrides["layout"] = load(overrides["layout"])
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no accelerator is used, and the GPU plugin logs errors if there is none
-    arguments = captured_fit_arguments(options.script, options.rest)
+    script = functools.partial(captured_fit_arguments, options.script, options.rest)
+    if "layout" in overrides:
+        overrides["layout"], arguments = load_registered(overrides["layout"], script)
+    else:
+        arguments = script()
     if "layout" in overrides and "mesh" not in overrides:
         arguments.pop("mesh", None)  # it belongs to the script's layout
     arguments |= overrides

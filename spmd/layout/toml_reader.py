@@ -4,10 +4,10 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spmd.errors import LayoutError, closest, did_you_mean, raise_problems, short_repr, type_name
 from spmd.fields import as_toml
@@ -17,7 +17,7 @@ from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parall
 from spmd.layout.remat import Remat, remat_problems
 from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
 from spmd.layout.server import server_problems
-from spmd.layout.toml_tables import CHOICES as CHOICES, Tables, is_number, register_hint
+from spmd.layout.toml_tables import CHOICES as CHOICES, UNREGISTERED, Tables, is_number, register_hint
 from spmd.layout.toml_writer import dumps
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
@@ -25,6 +25,8 @@ from spmd.wire.codec import CODECS, codec_options
 from spmd.wire.codec.base import option_problem
 from spmd.wire.server.declaration import FRACTIONS, NEEDS, ParameterServer
 from spmd.wire.server.timing import LINK, SECONDS
+
+Made = TypeVar("Made")
 
 
 def shipped_folder() -> Path:
@@ -71,6 +73,22 @@ def load(source: str | Path | Layout) -> Layout:
 def _display(path: Path) -> str:
     """A shipped file by its short name; a user's file as given."""
     return f"layouts/{path.name}" if path.parent == shipped_folder() else str(path)
+
+
+def load_registered(source: str | Path, register: Callable[[], Made]) -> tuple[Layout, Made]:
+    """A layout, and what the user's code `register` returns. If the layout names an unknown codec or reduction, the code runs first.
+
+    Raises:
+      LayoutError: as `load`; before the code runs, if no name is unknown.
+    """
+    try:
+        layout = load(source)
+    except LayoutError as error:
+        if not any(problem.kind == UNREGISTERED for problem in error.problems):
+            raise
+        made = register()
+        return load(source), made
+    return layout, register()
 
 
 def loads(text: str, where: str = "layout", name: str = "layout", *, written: bool = True) -> Layout:
@@ -250,10 +268,11 @@ class _Reader(Tables):
         path, excepted = self.paths(item, where, line)
         codec, known = item.get("codec"), ("path", "except", "codec")
         if not isinstance(codec, str) or codec not in CODECS:
-            why, fix = ("has no codec.", 'codec = "exact".')
+            why, fix, kind = "has no codec.", 'codec = "exact".', "invalid_value"
             if "codec" in item:
+                kind = UNREGISTERED
                 why, fix = f'no codec "{codec}".', did_you_mean(str(codec), CODECS) + register_hint("gradients.codec", str(codec))
-            self.problem(where, why, fix, line)
+            self.problem(where, why, fix, line, kind)
             return GradientRule(path, "exact", (), excepted, line)
         options = {key: value for key, value in item.items() if key not in known}
         return GradientRule(path, codec, self.options(codec, options, where, dict.fromkeys(options, line), known), excepted, line)

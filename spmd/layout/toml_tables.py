@@ -29,6 +29,7 @@ CHOICES = {
     "memory.optimizer": ("device", "host"),
     "remat.save": SAVES,
 }
+UNREGISTERED = "unregistered"  # the kind of a problem with a name that the user's code may add
 ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}  # functions of spmd.wire that add a choice
 KINDS = {  # Python types: how errors name them, and an example
     str: ("a string", '"data"'),
@@ -126,7 +127,8 @@ class Tables:
                 + f" version knows: {', '.join(known)}."
                 + register_hint(f"{section}.{key}", value)
             )
-            self.key_problem(section, key, f'no {key} "{value}".', fix)
+            kind = UNREGISTERED if f"{section}.{key}" in ADDED_BY else "invalid_value"
+            self.key_problem(section, key, f'no {key} "{value}".', fix, kind)
             return near or default  # the value that was probably meant, so that no further problem follows from it
         return value
 

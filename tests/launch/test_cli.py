@@ -8,6 +8,7 @@ import pytest
 
 from spmd.launch.cli import main
 from spmd.layout.toml_reader import shipped
+from spmd.wire.codec import CODECS
 
 MODELS = """
 import jax.numpy as jnp
@@ -58,6 +59,28 @@ plain = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda param
 
 def build_plain():
     return plain
+"""
+
+
+REGISTERS = """
+import dataclasses
+import jax.numpy as jnp
+import spmd
+from spmd import wire
+
+@wire.register("thin")
+@dataclasses.dataclass(frozen=True)
+class Thin(wire.RowCodec):
+    depth: int = 1
+    error = 2.0**-11
+
+    def encode(self, rows):
+        return rows.astype(jnp.float16)
+
+    def decode(self, payload, width):
+        return payload.astype(jnp.float32)
+
+plain = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
 """
 
 
@@ -134,6 +157,17 @@ def test_check_of_a_layout_file(spmd_command, tmp_path):
     code, out, _ = spmd_command("layouts check mine.toml --model models:plain")
     assert code == 0
     assert 'w          float32[64, 8]  ["-", "model"]  rule 1, line 4  1.0 KiB       x4' in out.splitlines()
+
+
+def test_check_of_a_layout_file_may_name_what_the_model_registers(spmd_command, tmp_path):
+    (tmp_path / "mine.toml").write_text('[gradients]\nreduction = "all_reduce"\ncodec = "thin"\ndepth = 2\n')
+    (tmp_path / "registers.py").write_text(REGISTERS)
+    try:
+        code, out, err = spmd_command("layouts check mine.toml --model registers:plain --mesh data=4")
+        assert (code, err) == (0, "") and "thin" in out
+    finally:
+        CODECS.pop("thin", None)
+        sys.modules.pop("registers", None)
 
 
 @pytest.mark.parametrize("model", ["plain", "build_plain"])

@@ -34,6 +34,7 @@ from spmd.planner import compile, compile_client
 from spmd.planner.compile import compiler_of, description
 from spmd.planner.drawings import array_drawing
 from spmd.planner.target import Cluster, load, shipped
+from spmd.wire.codec import CODECS
 
 pytestmark = pytest.mark.optimized
 
@@ -619,6 +620,31 @@ def test_options_are_checked_before_the_script_runs(tmp_path, monkeypatch, capsy
     for words in (("--target", "h1000"), ("--target", "cpu", "--layout", "fdsp"), ("--target", "cpu", "--precision", "float61")):
         code, _, err = run(capsys, "plan", "slow.py", *words)
         assert code == 2 and "it ran" not in err
+
+
+REGISTERS = """
+from spmd import wire
+from spmd.wire.codec.bfloat16 import Bfloat16
+import dataclasses
+
+@wire.register("thin")
+@dataclasses.dataclass(frozen=True)
+class Thin(Bfloat16):
+    depth: int = 1
+"""
+
+
+def test_a_layout_may_name_what_the_script_registers(script, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(REGISTERS + SCRIPT)
+    (tmp_path / "mine.toml").write_text('[gradients]\nreduction = "all_reduce"\ncodec = "thin"\ndepth = 2\n')
+    (tmp_path / "wrong.toml").write_text('[gradients]\nreduction = "all_reduce"\ncodec = "thn"\n')
+    try:
+        code, out, err = run(capsys, "plan", "train.py", "--target", "8xcpu", "--layout", "mine.toml")
+        assert (code, err) == (0, "") and "gradients are sent as thin" in out
+        code, _, err = run(capsys, "plan", "train.py", "--target", "8xcpu", "--layout", "wrong.toml")
+        assert code == 2 and 'no codec "thn"' in err
+    finally:
+        CODECS.pop("thin", None)
 
 
 def test_a_script_that_prints_moves_and_catches_everything(script, capsys):
