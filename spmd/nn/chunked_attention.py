@@ -185,7 +185,7 @@ def _forward(scoring: Scoring, shape: _Shape, query: jax.Array, key: jax.Array, 
         parts = (new_highest, total, weighted)
         return tuple(lax.dynamic_update_slice_in_dim(x, part, tile.query, QUERIES) for x, part in zip(state, parts, strict=True))
 
-    highest, total, weighted = _each_tile(scoring, shape, one_tile, start)
+    highest, total, weighted = _each_tile(scoring, shape, one_tile, start, query)
     unseen = total == 0
     total = jnp.where(unseen, 1.0, total)
     out = jnp.moveaxis(weighted / total[..., None], QUERIES, 1).astype(query.dtype)
@@ -224,7 +224,7 @@ def _backward(scoring: Scoring, shape: _Shape, residuals: tuple, grad: jax.Array
 
     bias = arrays.bias
     start = (*(jnp.zeros(x.shape, dtype) for x in (query, key, value)), None if bias is None else jnp.zeros(bias.shape, dtype))
-    *grads, dbias = _each_tile(scoring, shape, one_tile, start)
+    *grads, dbias = _each_tile(scoring, shape, one_tile, start, query)
     dquery, dkey, dvalue = (x.astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True))
     return dquery, dkey, dvalue, ScoreArrays(bias=None if bias is None else dbias.astype(bias.dtype))
 
@@ -232,13 +232,18 @@ def _backward(scoring: Scoring, shape: _Shape, residuals: tuple, grad: jax.Array
 _attention.defvjp(_forward_vjp, _backward)
 
 
-def _each_tile(scoring: Scoring, shape: _Shape, function: Any, carry: Any) -> Any:
-    """`carry` after `function(carry, tile)` for every tile."""
+def _each_tile(scoring: Scoring, shape: _Shape, function: Any, carry: Any, anchor: jax.Array) -> Any:
+    """`carry` after `function(carry, tile)` for every tile.
+
+    Inside a loop over layers, JAX computes what depends on no layer before the loop, here the masks of all tiles; hence the barrier, after
+    which tiles depend on `anchor`.
+    """
 
     def step(carry: Any, first: jax.Array) -> tuple:
         return function(carry, Tile(first[0], shape.tile_queries, first[1], shape.tile_keys)), None
 
-    return lax.scan(step, carry, jnp.asarray(shape.tiles(scoring)))[0]
+    tiles, _ = lax.optimization_barrier((jnp.asarray(shape.tiles(scoring)), anchor[(0,) * anchor.ndim]))
+    return lax.scan(step, carry, tiles)[0]
 
 
 def _scores_of_tile(scoring: Scoring, tile: Tile, query: jax.Array, key: jax.Array, arrays: ScoreArrays) -> tuple:

@@ -184,6 +184,20 @@ def test_chunked_holds_no_array_of_all_scores():
     assert largest("xla") == 2 * 2048 * 2048
 
 
+def test_chunked_in_a_loop_over_layers_keeps_no_masks_of_all_tiles():
+    """Forward and backward, recomputed or not; JAX would compute masks and random bits once for all layers."""
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
+    chunked = functools.partial(spmd.nn.attention, implementation="chunked", causal=True, dropout=0.1, dropout_key=KEY)
+
+    def layers(function, weights, x):
+        return jax.lax.scan(lambda x, weight: (function(x * weight, x, x), None), x, weights)[0].sum()
+
+    for function in (chunked, jax.checkpoint(chunked)):
+        run = jax.grad(functools.partial(layers, function), argnums=(0, 1))
+        jaxpr = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((3, 8), jnp.float32), x).jaxpr
+        assert max(map(math.prod, arrays_of(jaxpr))) == 2 * chunked_attention.TILE**2
+
+
 def test_tiles_that_are_not_seen_are_left_out():
     def tiles(queries, keys, **options):
         shape = chunked_attention._Shape((1, 1, 1, queries, keys), 512, 512)
