@@ -68,13 +68,19 @@ class ScoreArrays(NamedTuple):
     dropout_key: jax.Array | None = None
 
     def in_groups(self, keys: int, groups: int) -> "ScoreArrays":
-        """With heads as [groups, heads per group], and lengths as a mask."""
-        key_mask = self.key_mask
+        """With heads as [groups, heads per group], lengths as a mask, and a typed key."""
+        key_mask, dropout_key = self.key_mask, self.dropout_key
         if self.key_lengths is not None:
             within = jnp.arange(keys) < self.key_lengths[:, None]
             key_mask = within if key_mask is None else key_mask & within
+        if dropout_key is not None and not jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key):
+            dropout_key = jax.random.wrap_key_data(dropout_key)  # of jax.random.PRNGKey
         return self._replace(
-            mask=_split_heads(self.mask, groups), bias=_split_heads(self.bias, groups), key_mask=key_mask, key_lengths=None
+            dropout_key=dropout_key,
+            mask=_split_heads(self.mask, groups),
+            bias=_split_heads(self.bias, groups),
+            key_mask=key_mask,
+            key_lengths=None,
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.nn import chunked_attention
 from spmd.train import chunked_cross_entropy
 from spmd.train.row_rules import RULES
 from spmd.train.row_values import SIMPLE, Fixed, PerRow, Sizes, Summed, Value, joined, moved_dim, simple
@@ -23,6 +24,7 @@ MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object 
 OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 JAX = str(Path(jax.__file__).parent)
 CHUNKED = chunked_cross_entropy.__file__
+ATTENTION = chunked_attention.__file__
 SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -100,6 +102,9 @@ class Walk(Sizes):
             return self.cond(one, other, values)
         if name in OWN_GRADIENT and _defined_in(one) == CHUNKED and None not in values:
             return [_sum_over_tokens(values)]
+        if name in OWN_GRADIENT and _defined_in(one) == ATTENTION:
+            draws = any(jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in one.invars)
+            return [None if draws else _attention_of_rows(values, one.params.get("num_consts", 0))]
         if name in OWN_GRADIENT and not _row_by_row(one) and not all(isinstance(value, Fixed) for value in values):
             return [None] * len(one.outvars)  # its gradient is not in the trace
         inner = next((one.params[key] for key in INNER if hasattr(one.params.get(key), "eqns")), None)
@@ -201,6 +206,15 @@ def _sum_over_tokens(values: Sequence[Any]) -> Value:
     counted = isinstance(weights, Fixed) or (isinstance(weights, PerRow) and (weights.dim, weights.inner) == at)
     fixed = all(isinstance(value, Fixed) and not value.power for value in head)
     return Summed(weights.power) if tokens and counted and fixed else None
+
+
+def _attention_of_rows(values: Sequence[Any], consts: int) -> Value:
+    """What attention in tiles returns: each row's from that row of queries, keys, values and masks, if dim 0 of all has the rows."""
+    query, key, value, *arrays = values[consts:]
+    arrays += values[:consts]
+    by_row = isinstance(query, PerRow) and query.dim == 0 and not query.power and query == key == value
+    known = all(array == query or (isinstance(array, Fixed) and not array.power) for array in arrays)
+    return query if by_row and known else None
 
 
 def walked(

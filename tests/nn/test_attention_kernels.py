@@ -221,6 +221,11 @@ def test_dropout_does_not_depend_on_tiles_or_the_worker():
     assert tile_bits(other, shape, start, tile).shape == tile
 
 
+def test_dropout_takes_an_untyped_key():
+    chunked = functools.partial(spmd.nn.attention, *inputs()[:3], implementation="chunked", dropout=0.4)
+    assert (chunked(dropout_key=jax.random.PRNGKey(7)) == chunked(dropout_key=KEY)).all()
+
+
 def test_counts_of_bits_have_64_bits():
     """Far into an array of more than 2**32 elements, whose bits are computed only there."""
     shape = (3, 70_000, 70_000)

@@ -312,6 +312,14 @@ def grown(count):
 
 
 W = np.arange(FEATURES * CLASSES, dtype=np.float32).reshape(FEATURES, CLASSES)
+
+
+def attention(x, keys=None, rows=None, **options):
+    """Of tokens [rows, 6], in tiles; `rows` is the dim of the rows in queries, keys and values."""
+    query, key = (jnp.moveaxis(y[..., None, None], 0, rows or 0) for y in (x, x if keys is None else keys))
+    return spmd.nn.attention(query, key, key, implementation="chunked", **options).mean()
+
+
 MEANS = {
     "one value per row": (lambda x, y: CE(x @ W, y), "x", "y"),
     "their mean": (lambda x, y: CE(x @ W, y).mean(), "x", "y"),
@@ -327,6 +335,8 @@ MEANS = {
     "recomputed": (lambda x: jax.checkpoint(jnp.sin)(x).mean(), "x"),
     "a branch": (lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
     "a function of JAX with a gradient of its own": (lambda x: jax.nn.relu(x).mean(), "x"),
+    "attention": (lambda m: attention(m, causal=True, key_mask=m > 0, soft_cap=2.0), "mask"),
+    "attention with a mask for all": (lambda m: attention(m, mask=np.tri(6, dtype=bool), segment_ids=m.astype(int)), "mask"),
     "an embedding": (lambda t: jnp.asarray(W)[t].mean(), "tokens"),
 }
 OTHERS = {
@@ -355,6 +365,10 @@ OTHERS = {
     "ones for all pairs": (lambda x: x.mean() * jnp.ones(len(x) ** 2).sum(), "x"),
     "a gradient of its own": (lambda x: clipped_together(x).mean(), "x"),
     "tangents of its own": (lambda x: jnp.square(centred_tangents(x)).mean(), "x"),
+    "attention between rows": (lambda m: attention(m, rows=1), "mask"),
+    "attention to other rows": (lambda m: attention(m, m[::-1]), "mask"),
+    "attention with a bias for each place": (lambda m: attention(m, bias=jnp.arange(len(m))[:, None, None, None] * 1.0), "mask"),
+    "attention with numbers of its own": (lambda m: attention(m, dropout=0.5, dropout_key=jax.random.key(0)), "mask"),
     "its own random numbers": (lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(), "x"),
 }
 
