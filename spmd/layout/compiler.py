@@ -21,6 +21,7 @@ XLA_NAMES = {  # of each key: the options of XLA:GPU that it sets; other compile
         "xla_gpu_enable_pipelined_reduce_scatter",
         "xla_gpu_enable_pipelined_all_reduce",
     ),
+    "double_buffering": ("xla_gpu_enable_while_loop_unrolling",),
     "command_buffers": ("xla_gpu_enable_command_buffer",),
     "deterministic": ("xla_gpu_deterministic_ops",),
 }
@@ -32,19 +33,24 @@ COMMAND_BUFFERS = {True: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE
 # (https://docs.nvidia.com/jax-toolbox/environment-variables), and a part of XLA's optimization level 1
 # (https://openxla.org/xla/gpu_optimization_levels). The others of that level cost memory, and stay choices of the layout.
 GPU_DEFAULTS = {"latency_hiding": True}
+# Beside them, where layers of a stack are gathered in their loop. Gathers of several weights are one operation: XLA waits for each before
+# it begins the next, and computes nothing in between. The loop's two copies of a layer's parameters take turns, where they would be copied.
+LAYERWISE_DEFAULTS = {"combine_all_gather": "256 MiB", "double_buffering": True}
+UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNROLLING_NO_UNROLL"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
     """Options of XLA with which the step, evaluation and prediction are compiled.
 
-    Plain names are for GPUs, and are not used elsewhere; None leaves the choice to the library (`latency_hiding`) or to XLA.
+    Plain names are for GPUs, and are not used elsewhere; None leaves the choice to the library or to XLA.
 
     Attributes:
-      latency_hiding: schedule collectives early enough that computation hides them; on GPUs this is the default.
+      latency_hiding: schedule collectives early enough that computation hides them; the default.
       combine_all_gather, combine_reduce_scatter, combine_all_reduce: collectives are merged up to this size: bytes, or text such as
         "512 MiB". Larger ones use links better, and hold more memory.
       pipelined_collectives: move collectives of a loop's body into its iteration before or after, where computation hides them.
+      double_buffering: two iterations of a loop as one, so that what one hands to the next is not copied.
       command_buffers: record sequences of kernels as CUDA graphs, which are launched at once.
       deterministic: equal results in every run; some operations are slower, and some cannot be compiled.
       options: further options by XLA's own names, which differ between releases of jaxlib, for any platform (a dict is accepted).
@@ -62,6 +68,7 @@ class Compiler:
     combine_reduce_scatter: int | str | None = None
     combine_all_reduce: int | str | None = None
     pipelined_collectives: bool | None = None
+    double_buffering: bool | None = None
     command_buffers: bool | None = None
     deterministic: bool | None = None
     options: tuple[tuple[str, Any], ...] | Mapping[str, Any] = ()
@@ -108,8 +115,11 @@ def _valid_size(value: int | str) -> bool:
         return False
 
 
-def xla_options(compiler: Compiler, platform: str) -> dict[str, Any]:
+def xla_options(compiler: Compiler, platform: str, *, layerwise: bool = False) -> dict[str, Any]:
     """The options to compile with on a platform, by XLA's names, as Python values: defaults, then keys, then the layout's own options.
+
+    Args:
+      layerwise: whether the layers of a stack are gathered in their loop.
 
     >>> xla_options(Compiler(combine_all_gather="1 GiB"), "cuda")["xla_gpu_all_gather_combine_threshold_bytes"]
     1073741824
@@ -119,7 +129,8 @@ def xla_options(compiler: Compiler, platform: str) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     if platform in GPU:
         flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
-        defaults = {key: value for key, value in GPU_DEFAULTS.items() if not set(XLA_NAMES[key]) & set(flags)}
+        defaults = GPU_DEFAULTS | (LAYERWISE_DEFAULTS if layerwise else {})
+        defaults = {key: value for key, value in defaults.items() if not {*XLA_NAMES[key]} & {*flags, *dict(compiler.options)}}
         for key, value in (defaults | compiler.keys).items():
             chosen |= dict.fromkeys(XLA_NAMES[key], _xla_value(key, value))
     return chosen | dict(compiler.options)
@@ -127,7 +138,8 @@ def xla_options(compiler: Compiler, platform: str) -> dict[str, Any]:
 
 def _xla_value(key: str, value: Any) -> Any:
     """The value of a key as XLA takes it."""
-    return parse_bytes(value) if key in THRESHOLDS else COMMAND_BUFFERS[value] if key == "command_buffers" else value
+    words = {"command_buffers": COMMAND_BUFFERS, "double_buffering": UNROLLING}.get(key)
+    return parse_bytes(value) if key in THRESHOLDS else value if words is None else words[value]
 
 
 def compiler_notes(compiler: Compiler, platform: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import spmd
 from spmd import api
 from spmd.errors import CompileError, OptionError
-from spmd.layout.compiler import GPU_DEFAULTS, THRESHOLDS, XLA_NAMES, Compiler, compiler_notes, xla_options
+from spmd.layout.compiler import GPU_DEFAULTS, THRESHOLDS, UNROLLING, XLA_NAMES, Compiler, compiler_notes, xla_options
 from spmd.layout.toml_reader import dumps, loads
 from tests.layout.applied import MODEL, X, Y, error_text, fits
 
@@ -21,6 +21,7 @@ EVERY_KEY = Compiler(
     combine_reduce_scatter=2**28,
     combine_all_reduce="1GB",
     pipelined_collectives=True,
+    double_buffering=False,
     command_buffers=False,
     deterministic=True,
     options={"xla_gpu_autotune_level": 0, "xla_cpu_enable_fast_math": False, "xla_dump_to": "a folder"},
@@ -51,6 +52,7 @@ def test_every_key_round_trips_and_reaches_xla_on_gpus(monkeypatch):
         "xla_gpu_enable_pipelined_all_gather": True,
         "xla_gpu_enable_pipelined_reduce_scatter": True,
         "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL",
         "xla_gpu_enable_command_buffer": "",
         "xla_gpu_deterministic_ops": True,
         **dict(EVERY_KEY.options),
@@ -61,7 +63,12 @@ def test_defaults_are_for_gpus_and_give_way_to_the_layout_and_to_xla_flags(monke
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
     (name,) = XLA_NAMES["latency_hiding"]
     assert xla_options(Compiler(), "gpu") == {name: GPU_DEFAULTS["latency_hiding"]} == {name: True}
-    assert xla_options(Compiler(), "cpu") == xla_options(Compiler(), "tpu") == {}
+    assert xla_options(Compiler(), "cpu", layerwise=True) == xla_options(Compiler(), "tpu", layerwise=True) == {}
+    gathering = {"xla_gpu_all_gather_combine_threshold_bytes": 2**28, "xla_gpu_enable_while_loop_unrolling": UNROLLING[True]}
+    assert xla_options(Compiler(), "gpu", layerwise=True) == {name: True} | gathering
+    own = {"xla_gpu_enable_while_loop_unrolling": UNROLLING[False]}  # by XLA's name or the plain one, a layout's own value replaces it
+    assert xla_options(Compiler(options=own), "gpu", layerwise=True) == {name: True} | gathering | own
+    assert xla_options(Compiler(double_buffering=False), "gpu", layerwise=True) == {name: True} | gathering | own
     assert xla_options(Compiler(latency_hiding=False), "gpu") == {name: False}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
     assert xla_options(Compiler(), "gpu") == {}
