@@ -65,7 +65,7 @@ def rotated(x: jax.Array, base: float = 500_000.0) -> jax.Array:
 
 
 class Llama(nnx.Module):
-    """Embeddings, a stack of blocks, and the features of each token, which `head` maps to logits."""
+    """Embeddings and a stack of blocks; `head` maps the features of each token to logits."""
 
     def __init__(self, *, vocab: int, width: int, depth: int, heads: int, groups: int, hidden: int, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
@@ -74,7 +74,18 @@ class Llama(nnx.Module):
         self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.head(self.norm(self.blocks(self.tokens(tokens))))
+        return self.norm(self.blocks(self.tokens(tokens)))
+
+
+class GPTFeatures(GPT):
+    """The GPT of examples/gpt_pipeline.py, without its head's logits."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.norm(self.blocks(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))))
+
+
+def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    return spmd.losses.cross_entropy_from_features(model(batch["tokens"]), model.head.kernel.get_value(), batch["targets"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Size:
 
 
 def gpt(width: int, depth: int, heads: int, length: int) -> Size:
-    return Size(GPT, length, {"vocab": 50304, "width": width, "depth": depth, "heads": heads, "length": length})
+    return Size(GPTFeatures, length, {"vocab": 50304, "width": width, "depth": depth, "heads": heads, "length": length})
 
 
 def llama(width: int, depth: int, heads: int, hidden: int) -> Size:
@@ -112,6 +123,7 @@ class Case:
     target: str
     layout: str = "fsdp"
     depth: int | None = None  # None: the model's own
+    remat: bool = True  # each layer is recomputed in the backward pass
 
 
 CASES = [
@@ -129,20 +141,20 @@ CASES = [
 ]
 
 
-def plan(case: Case, *, layers: bool = True) -> Any:
-    """The plan of a case; `layers`: each layer is recomputed in the backward pass."""
+def plan(case: Case) -> Any:
+    """The plan of a case: fused attention, and cross-entropy from features."""
     size = MODELS[case.model]
     sizes = size.sizes | ({"depth": case.depth} if case.depth else {})
     devices = [int(part) for part in case.target.split("x")[:-1]]
     rows = case.rows * int(np.prod(devices))
     tokens = jax.ShapeDtypeStruct((rows, size.length), "int32")
-    layout = spmd.Layout.load(case.layout)
-    if layers:
+    layout = dataclasses.replace(spmd.Layout.load(case.layout), attention=spmd.Attention("auto"))
+    if case.remat:
         layout = dataclasses.replace(layout, remat=spmd.Remat(modules=("blocks/layers",)))
     return spmd.plan(
         lambda: size.kind(**sizes, rngs=nnx.Rngs(0)),
         {"tokens": tokens, "targets": tokens},
-        loss=spmd.losses.cross_entropy,
+        loss=loss,
         optimizer=optax.adamw(3e-4),
         target=case.target,
         layout=layout,
