@@ -147,8 +147,8 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
         return _differentiable(backward(saved, inputs, (dx, _layer(dkept, number))))
 
     def reduced(number: Any, dfull: Tree, done: Stack) -> Stack:
-        """`done` with the reduced gradients of a layer."""
-        dshards, after = reduce(_layer(stack.shards, number), dfull, _layer(stack.residuals, number))
+        """`done` with the reduced gradients of a layer, and its next residuals in place of those before."""
+        dshards, after = reduce(_layer(stack.shards, number), dfull, _layer(done.residuals, number))
         return done._replace(shards=_put(done.shards, number, dshards), residuals=_put(done.residuals, number, after))
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
@@ -163,7 +163,7 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
     following = gather(_layer(stack.shards, max(count - 2, 0)))
     dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, dx)
     done = _differentiable(jax.tree.map(_no_gradient, stack))
-    done = done._replace(others=_put(done.others, count - 1, dothers))
+    done = done._replace(others=_put(done.others, count - 1, dothers), residuals=stack.residuals)
     carry = dx, following, dfull, dconstants, done
     (dx, _, dfull, dconstants, done), _ = _run_loop(loop, body, carry, (np.arange(count - 1), saved), reverse=True)
     return dx, _complete(reduced(0, dfull, done), stack), _complete(dconstants, constants)

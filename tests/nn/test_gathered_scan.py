@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
     arguments = weights, others["scale"], table, x
     (expected, kept), grads = jax.jit(jax.value_and_grad(plain, range(4), has_aux=True))(*arguments)
     (value, ours), (*found, after) = jax.jit(jax.value_and_grad(ahead, range(5), has_aux=True))(*arguments, residuals)
-    assert value == pytest.approx(expected, rel=1e-6)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
     assert ours["calls"].tolist() == kept["calls"].tolist() == list(range(1, layers + 1))
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5), tuple(found), grads
