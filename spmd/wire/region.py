@@ -65,7 +65,7 @@ def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], boo
                 return {axis: mesh.shape[axis] for axis in axes}, False
         check_axes(axes, jax.sharding.get_abstract_mesh().axis_names or axes)
     raise CommunicationError(
-        f"how many workers there are along {', '.join(axes)} is not known here: the state has a residual for each of them.",
+        f"how many workers there are along {', '.join(axes)} is not known here, and the state depends on it.",
         fix="wire.init(tx, params, mesh), or tx.init inside jax.shard_map.",
     )
 

@@ -366,3 +366,19 @@ def test_an_optimizer_that_communicates_is_refused():
     tx = wire.parameter_server("data", optax.chain(wire.all_reduce("data"), optax.sgd(0.1)), wire.server_clock(WORKERS))
     with pytest.raises(CommunicationError, match="optimizer communicates itself"):
         wire.init(tx, make_params(), MESH)
+
+
+@pytest.mark.parametrize("server", [LATE, {}], ids=["asynchronous", "synchronous"])
+def test_gradients_that_are_summed_already_are_refused(server):
+    clock, params = wire.server_clock(WORKERS, **server), {"w": jnp.ones((64, 8))}
+    tx = wire.parameter_server("data", optax.sgd(0.5), clock)
+    state = wire.init(tx, params, MESH)
+
+    def update(params, state, x, events):
+        grads = jax.grad(lambda params: jnp.sum(x @ params["w"]))(params)
+        return jax.tree.map(lambda leaf: leaf[None], tx.update(grads, state, params, events=events)[0])
+
+    specs = (jax.P(), wire.specs(state), jax.P("data"), jax.P())
+    run = jax.jit(jax.shard_map(update, mesh=MESH, in_specs=specs, out_specs=jax.P("data"), check_vma=True))
+    with pytest.raises(CommunicationError, match="w is equal on all workers"):
+        run(params, state, jnp.ones((8, 64)), clock.step_inputs(0))

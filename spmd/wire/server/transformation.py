@@ -17,7 +17,7 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, Memory, Transfer, make_buckets
-from spmd.wire.region import Axes, axis_sizes, bound_sizes, check_dtypes, check_encodable
+from spmd.wire.region import Axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
 from spmd.wire.server.arrivals import GATHERED, HELD, apply_arrivals, init_memory
 from spmd.wire.server.clock import local_fix
 from spmd.wire.server.events import Events
@@ -135,6 +135,7 @@ class Servers:
         self._check_workers(sizes)
         self._check_events(events)
         check_dtypes(arrays_by_path(grads))
+        check_grads(self.axes, arrays_by_path(grads), lossless=False)  # the update ends in an all-gather in any format
         rows = self._own(_pack_all(params, sizes))
         self._check_state(state, rows)
         losses = None if value is None else collectives.all_gather(jnp.reshape(value, 1), self.axes, 0)
