@@ -104,7 +104,7 @@ class Walk(Sizes):
             return [_sum_over_tokens(values)]
         if name in OWN_GRADIENT and _defined_in(one) == ATTENTION:
             draws = any(jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in one.invars)
-            return [None if draws else _attention_of_rows(values, one.params.get("num_consts", 0))]
+            return [None if draws else _attention_of_rows(values)]
         if name in OWN_GRADIENT and not _row_by_row(one) and not all(isinstance(value, Fixed) for value in values):
             return [None] * len(one.outvars)  # its gradient is not in the trace
         inner = next((one.params[key] for key in INNER if hasattr(one.params.get(key), "eqns")), None)
@@ -208,13 +208,11 @@ def _sum_over_tokens(values: Sequence[Any]) -> Value:
     return Summed(weights.power) if tokens and counted and fixed else None
 
 
-def _attention_of_rows(values: Sequence[Any], consts: int) -> Value:
+def _attention_of_rows(values: Sequence[Any]) -> Value:
     """What attention in tiles returns: each row's from that row of queries, keys, values and masks, if dim 0 of all has the rows."""
-    query, key, value, *arrays = values[consts:]
-    arrays += values[:consts]
-    by_row = isinstance(query, PerRow) and query.dim == 0 and not query.power and query == key == value
-    known = all(array == query or (isinstance(array, Fixed) and not array.power) for array in arrays)
-    return query if by_row and known else None
+    by_row = [value for value in values if not (isinstance(value, Fixed) and not value.power)]
+    along = [value for value in by_row if isinstance(value, PerRow) and value.dim == 0 and not value.power and value == by_row[0]]
+    return along[0] if along and len(along) == len(by_row) else None
 
 
 def walked(
