@@ -20,7 +20,7 @@ def values(layers):
 
 
 def layer(table, x, weights, others):
-    x = jnp.tanh(x @ weights["w"]) * others["scale"] + table * others["number"]
+    x = jnp.tanh(x @ weights["w"]) * others["scale"] + table * (others["number"] + 1)
     return x, {"mean": x.mean(), "calls": others["number"] + 1}
 
 
