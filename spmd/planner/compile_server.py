@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import jax
 import jax.export
@@ -28,6 +29,7 @@ from spmd.planner.compile_client import LOG
 from spmd.train.compiler_options import check_compiler_options
 
 IDLE = 60.0  # seconds
+SIZES = ("argument", "output", "alias", "temp", "generated_code", "host_temp")  # of XLA's analysis of memory, in bytes
 
 
 def main(devices: int, replies: int) -> None:
@@ -73,12 +75,15 @@ def _compile(folder: Path) -> None:
     mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     places = exported.in_shardings_jax(mesh)
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at) for aval, at in zip(exported.in_avals, places, strict=True)]
-    lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*arguments)
+    # jax 0.10 pairs donated arrays in the host's memory with results only if the shardings of results are given
+    on_host = any(aval.memory_space == jax.memory.Space.Host for aval in exported.in_avals)
+    results: dict[str, Any] = {"out_shardings": list(exported.out_shardings_jax(mesh))} if on_host else {}
+    lowered = jax.jit(exported.call, donate_argnums=request["donated"], **results).lower(*arguments)
     started = time.perf_counter()
     compiled = lowered.compile(compiler_options=request["options"] | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True})
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
-    sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp", "generated_code")}
+    sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in SIZES}
     (folder / "program.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
     for report in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
         report.replace(folder / "buffers.txt")

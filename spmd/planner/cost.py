@@ -46,6 +46,20 @@ def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
     return Cost(flops, _bytes(module, computation, instr))
 
 
+def host_bytes(module: Module, computation: str, instr: Instruction) -> float:
+    """Bytes that an instruction, or an asynchronous copy that it starts, moves between the memories of device and host.
+
+    Of arrays in both memories the smaller side counts: a slice of a stack is copied, not the stack.
+    """
+    if instr.op in FREE or instr.op in ("while", "conditional", "call", "custom-call") or instr.op.endswith("-done"):
+        return 0.0
+    arrays = list(instr.arrays)  # of a start: operands and results
+    if not instr.op.endswith("-start"):
+        arrays += [array for part in module.operands(computation, instr) for array in part.arrays]
+    sides = [sum(array.bytes for array in arrays if array.shape and array.host == host) for host in (True, False)]
+    return float(min(sides))
+
+
 def uncounted(module: Module) -> tuple[str, ...]:
     """Solvers, transforms and kernels other than attention of a program, by name: their FLOPs are not counted."""
     names = []

@@ -19,7 +19,8 @@ COLLECTIVES = {
     "collective-permute": "collective_permute",
     "collective-broadcast": "collective_permute",
 }
-_ARRAY = re.compile(rf"\b(?:pred|({'|'.join(KINDS)})(\d+)(\w*))\[([\d,<=]*)\]")
+_ARRAY = re.compile(rf"\b(?:pred|({'|'.join(KINDS)})(\d+)(\w*))\[([\d,<=]*)\](\{{[^{{}}]*\}})?")
+_HOST = "S(5)"  # XLA's memory space of the host, in an array's layout
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{\s*")
 _CALLED = re.compile(
@@ -35,11 +36,12 @@ def captured(pattern: str, text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array's dtype, by numpy's name, and its shape on one device."""
+    """An array's dtype, by numpy's name, and its shape on one device; `host`: it lies in the host's memory."""
 
     dtype: str
     shape: tuple[int, ...]
     bits: int
+    host: bool = False
 
     @property
     def size(self) -> int:
@@ -200,9 +202,9 @@ def arrays_of(kind: str) -> tuple[Array, ...]:
     ['float32[2, 3]', 'bfloat16[]']
     """
     arrays = []
-    for letters, bits, more, sizes in _ARRAY.findall(kind):
-        shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
-        arrays.append(Array(f"{KINDS[letters]}{bits}{more}", shape, int(bits)) if letters else Array("bool", shape, 8))
+    for letters, bits, more, sizes, order in _ARRAY.findall(kind):
+        shape, host = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size), _HOST in order
+        arrays.append(Array(f"{KINDS[letters]}{bits}{more}", shape, int(bits), host) if letters else Array("bool", shape, 8, host))
     return tuple(arrays)
 
 

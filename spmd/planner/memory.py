@@ -14,6 +14,7 @@ from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.target import Target
 from spmd.specs import spec_axes
 from spmd.train.compiled_step import Program
+from spmd.train.host_memory import HOST
 from spmd.tree import Tree, flatten, format_bytes, nbytes
 
 TIGHT = 0.92  # of a device's memory; above it, drivers, NCCL and fragmentation may need the rest
@@ -39,6 +40,7 @@ class Memory:
       temporaries: gradients, activations and copies, as XLA has packed them.
       constants: arrays in the model's code that are not in its state, such as a numpy table.
       fresh: results that reuse no argument's buffer; the full state if it is not donated.
+      host: pinned memory of the host that one device uses: the state's arrays there, and offloaded activations.
       peak: the most that is allocated at once, according to XLA.
       capacity: the device's memory.
       unread: arrays of the state that a step does not read, which XLA does not count.
@@ -54,6 +56,7 @@ class Memory:
     temporaries: int
     constants: int
     fresh: int
+    host: int
     peak: int
     capacity: int
     unread: int
@@ -89,6 +92,7 @@ class Memory:
         parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
         rows = [(TITLES.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
         rows += [("  of which gradients", self.gradients), ("peak", self.peak)]
+        rows += [("in the host's memory", self.host)] if self.host else []
         lines = [*(f"{title:<26}{format_bytes(size):>12}" for title, size in rows), self.verdict]
         if self.largest:
             lines += ["", "largest temporaries (they share memory; sizes do not add up):"]
@@ -103,8 +107,13 @@ def on_device(leaf: Any) -> int:
 
 
 def tree_on_device(tree: Tree) -> int:
-    """Bytes of one device's shards of all arrays in a tree."""
-    return sum(on_device(leaf) for leaf in jax.tree.leaves(tree))
+    """Bytes of one device's shards of all arrays in a tree, except those in the host's memory."""
+    return sum(on_device(leaf) for leaf in jax.tree.leaves(tree) if not in_host_memory(leaf))
+
+
+def in_host_memory(leaf: Any) -> bool:
+    """Whether an array of the state is kept in the host's memory."""
+    return leaf.sharding.memory_kind == HOST
 
 
 def memory_of(program: Program, compiled: Compiled, module: Module, target: Target) -> Memory:
@@ -125,6 +134,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, target: Targ
         temporaries=sizes["temp"],
         constants=constants,
         fresh=fresh,
+        host=sum(on_device(leaf) for leaf in jax.tree.leaves(state) if in_host_memory(leaf)) + sizes.get("host_temp", 0),
         peak=arguments + constants + fresh + sizes["temp"] + sizes["generated_code"],
         capacity=target.memory,
         unread=unread,
@@ -155,7 +165,7 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
         elif temporary and (value := _VALUE.match(line)):
             name, size, offset, kind = value.groups()
             key = (int(offset), int(size))
-            if key not in values and (arrays := arrays_of(kind)):
+            if key not in values and (arrays := arrays_of(kind)) and not arrays[0].host:
                 values[key] = (int(size), str(arrays[0]), plain_scopes(scopes.get(name, ""))[0])
     counts = Counter(sorted(values.values(), key=lambda item: -item[0]))
     shown = list(counts.items())[:LARGEST]

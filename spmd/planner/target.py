@@ -73,6 +73,11 @@ class Target:
     compiler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def host_bandwidth(self) -> float | None:
+        """Bytes per second between a device and its host, in one direction; None if the target does not say, as TPUs do not."""
+        return self.compiler.get("pcie_bandwidth")
+
     def rate(self, dtype: str) -> float:
         """FLOPs per second of a matrix product of this dtype; float32's if the table lacks it."""
         key = {HIGHEST: "vector"}.get(dtype, "float8" if dtype.startswith("float8") else dtype)

@@ -7,7 +7,7 @@ from typing import Any
 from spmd.fields import as_toml
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
-from spmd.planner.memory import on_device
+from spmd.planner.memory import in_host_memory, on_device
 from spmd.planner.plan_data import PlanData
 from spmd.planner.timeline import Timeline
 from spmd.render.html import Text, filled
@@ -62,6 +62,12 @@ def timeline_text(plan: PlanData) -> str:
     lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in times.parts.items()]
     lines.append(f"{'step':<26}{seconds(times.seconds):>12}")
     lines.append(f"{'hidden communication':<26}{seconds(times.hidden):>12}")
+    if times.host_bytes:
+        link = (
+            f"{target.host_bandwidth / 1e9:,.4g} GB/s" if target.host_bandwidth else "a link that the target does not describe: not timed"
+        )
+        moved = f"{format_bytes(int(times.host_bytes))} between device and host, {target.achieved.link:.0%} of {link}"
+        lines.append(f"{'copies with the host':<26}{seconds(times.host_seconds):>12}  {moved}; a part of communication")
     peak = f"HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of {times.peak / 1e12:,.4g} TFLOP/s"
     of_model = f"{times.flops / 1e12:.3g} TFLOP on each device, {times.model_flops / 1e12:.3g} of them the model's"
     lines.append(f"{of_model}: {peak}; most of the time is {times.limit}.")
@@ -103,7 +109,8 @@ def explanation(plan: PlanData, path: str) -> Text:
     ]
     for name, moment in flatten(placed.abstract_state.opt).items():
         if owner_of(name, moment, resolved) is place:
-            lines.append(f"  {name}: {format_bytes(on_device(moment))} on each device")
+            where = "in the host's memory, for each device" if in_host_memory(moment) else "on each device"
+            lines.append(f"  {name}: {format_bytes(on_device(moment))} {where}")
     gathered_over = [axis for axis in spec_axes(place.spec) if axis in workers]
     if placed.storage is not None:
         lines.append("  stored by the parameter server, rows sharded over the workers")

@@ -3,6 +3,7 @@
 Each instruction takes its launch overhead and a roofline time: FLOPs at the target's rate for their dtype or bytes at the memory's
 bandwidth, whichever takes longer. A collective takes the time of its bytes on each level of links (`Transfer.levels`) and a latency per
 round; computation between its start and its end in XLA's schedule hides it. Collectives run one at a time. All devices are equal.
+Copies between device and host take the time of their bytes on the host's link, one at a time, and are hidden likewise.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import math
 from collections import defaultdict
 
 from spmd.mesh import MeshSpec
-from spmd.planner.cost import FREE, Cost, cost_of
+from spmd.planner.cost import FREE, Cost, cost_of, host_bytes
 from spmd.planner.hlo import Array, Instruction, Module, collective_kind
 from spmd.planner.target import Cluster
 from spmd.planner.traffic import Partitioned, Transfer
@@ -38,6 +39,8 @@ class Timeline:
       seconds: the whole step.
       products, memory, launches: computation, by what limits it: matrix units, memory bandwidth, or launch overhead.
       exposed: communication that no computation hides; `hidden`: communication that computation hides.
+      host_seconds, host_bytes: copies between device and host, time on the link and bytes in both directions; what computation does not
+        hide of them is part of `exposed`.
       flops: FLOPs of one device in a step, recomputation included.
       model_flops: the part of them that the model asks for, however it is sharded: its products, forward and backward.
       peak: the device's peak, in FLOPs per second, for the dtype with the most FLOPs.
@@ -54,6 +57,8 @@ class Timeline:
     model_flops: float
     peak: float
     spans: tuple[Span, ...]
+    host_seconds: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def mfu(self) -> float:
@@ -82,11 +87,14 @@ class _Clock:
 
     compute: float = 0.0
     link: float = 0.0
+    host_link: float = 0.0
     products: float = 0.0
     memory: float = 0.0
     launches: float = 0.0
     exposed: float = 0.0
     communicated: float = 0.0
+    host_seconds: float = 0.0
+    host_bytes: float = 0.0
     flops: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = dataclasses.field(default_factory=list)
 
@@ -104,7 +112,8 @@ def timeline_of(
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
     hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
     computing = clock.products, clock.memory, clock.launches
-    return Timeline(clock.compute, *computing, clock.exposed, hidden, flops, min(model_flops, flops), peak, tuple(clock.spans))
+    spans, host = tuple(clock.spans), (clock.host_seconds, clock.host_bytes)
+    return Timeline(clock.compute, *computing, clock.exposed, hidden, flops, min(model_flops, flops), peak, spans, *host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +127,8 @@ class _Schedule(Partitioned):
             began = clock.compute
             if collective_kind(instr.op):
                 self._begin(clock, pending, name, instr)
+            elif host := host_bytes(self.module, name, instr):
+                self._copy(clock, pending, name, instr, host)
             elif instr.op.endswith("-done"):
                 self._end(clock, pending, instr)
             else:
@@ -144,6 +155,23 @@ class _Schedule(Partitioned):
         for dtype, count in cost.flops.items():
             clock.flops[dtype] += count
 
+    def _copy(self, clock: _Clock, pending: dict[str, float], name: str, instr: Instruction, size: float) -> None:
+        """A copy between device and host, or an instruction that reads or writes the host's memory."""
+        target = self.cluster.target
+        bandwidth = (target.host_bandwidth or math.inf) * target.achieved.link
+        begin = max(clock.compute, clock.host_link)
+        clock.host_link = begin + size / bandwidth
+        clock.host_seconds += clock.host_link - begin
+        clock.host_bytes += size
+        clock.communicated += clock.host_link - begin
+        clock.spans.append(Span(instr.name, instr.scope, begin, clock.host_link, True))
+        if instr.op.endswith("-start"):
+            pending[instr.name] = clock.host_link
+            return
+        self._compute(clock, cost_of(self.module, name, instr), target.achieved.launch)
+        clock.exposed += max(clock.host_link - clock.compute, 0.0)
+        clock.compute = max(clock.compute, clock.host_link)
+
     def _begin(self, clock: _Clock, pending: dict[str, float], name: str, instr: Instruction) -> None:
         transfer = self.transfer(name, instr)
         if transfer.group <= 1:
@@ -168,9 +196,10 @@ class _Schedule(Partitioned):
             inner, times = self.run(instr.called_as("body")), self.module.trip_count(name, instr) or 1
         else:
             inner, times = max((self.run(called) for called in instr.called), key=lambda branch: branch.compute, default=_Clock()), 1
-        for field in ("compute", "products", "memory", "launches", "exposed", "communicated"):
+        for field in ("compute", "products", "memory", "launches", "exposed", "communicated", "host_seconds", "host_bytes"):
             setattr(clock, field, getattr(clock, field) + times * getattr(inner, field))
         clock.link = max(clock.link, clock.compute if inner.communicated else clock.link)
+        clock.host_link = max(clock.host_link, clock.compute if inner.host_seconds else clock.host_link)
         for dtype, count in inner.flops.items():
             clock.flops[dtype] += times * count
 
