@@ -1,6 +1,7 @@
 """`cross_entropy_from_features`: equal to the plain loss, under every layout, without logits of all tokens."""
 
 import dataclasses
+import importlib.util
 import re
 
 import jax
@@ -15,6 +16,7 @@ from examples import gpt
 from spmd.errors import LossError
 from spmd.jaxpr import equations
 from spmd.losses import cross_entropy_from_features
+from spmd.planner.hlo import arrays_of
 from spmd.tree import flatten
 
 ROWS, LENGTH, WIDTH, VOCAB = 4, 9, 8, 37  # 36 tokens
@@ -254,3 +256,20 @@ def test_head_is_gathered_once_over_the_workers_and_never_over_the_model_axis():
     assert not {(16, 96), (11, 96), (32, 96), (32, 48)} & shapes, "no device has all classes, or logits of all its tokens"
     gathers = [line for line in text.splitlines() if re.search(r"= \S+ all-gather\(", line)]
     assert gathers and not [line for line in gathers if "cross_entropy" in line], "no chunk gathers anything"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
+)
+def test_program_for_gpus_holds_no_logits_of_all_tokens():
+    """In the buffers that XLA:GPU assigns, of 16 x 8 tokens over two workers."""
+
+    def sizes(loss):
+        plan = spmd.plan(lambda: Net(False), batches(1)[0], loss=loss, optimizer=optax.sgd(0.5), target="2xh100", layout="fsdp")
+        return {array.size for line in plan.compiled.buffers.splitlines() for array in arrays_of(line)}
+
+    assert 64 * CLASSES in sizes(from_logits)
+    found = sizes(from_features)
+    assert 11 * CLASSES in found, "logits of a chunk: 64 tokens of a worker in six chunks"
+    assert 64 * CLASSES not in found
