@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from spmd.errors import first_line
 from spmd.layout.compiler import GPU
 from spmd.nn.chunked_attention import ScoreArrays, Scoring, chunked_attention, plain_attention
 
+TRITON, SPLASH = "jax.experimental.pallas.ops.gpu.attention", "jax.experimental.pallas.ops.tpu.splash_attention"
 dot_product_attention = jax.nn.dot_product_attention  # as JAX has it: the name may stand for another function while a model is traced
 
 
@@ -134,11 +136,13 @@ def _cudnn_refuses(call: Attend) -> str | None:
 
 def _triton(call: Attend, *, interpret: bool = False) -> jax.Array:
     """The kernel in Triton that JAX ships (`jax.experimental.pallas.ops.gpu.attention`)."""
-    from jax.experimental.pallas.ops.gpu import attention as pallas
-
-    heads, segments = call.query.shape[2], call.arrays.segments
+    pallas, heads, segments = _import(TRITON), call.query.shape[2], call.arrays.segments
     key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (call.key, call.value))
-    forward, backward = (_divisor(call.query.shape[1], sizes) for sizes in (_TRITON_BLOCKS, _TRITON_BLOCKS[-2:]))
+    most = 32 * 1024 if jnp.dtype(call.query.dtype).itemsize == 2 else 16 * 1024
+    row_bytes = call.query.shape[3] * jnp.dtype(call.query.dtype).itemsize
+    # of a block of queries, at most: a program has several in shared memory, of which an RTX 4090 has 99 KiB
+    fitting = tuple(size for size in _TRITON_BLOCKS if size * row_bytes <= most)
+    forward, backward = (_divisor(call.query.shape[1], sizes) for sizes in (fitting, _TRITON_BLOCKS[-2:]))
     blocks = pallas.BlockSizes(forward, forward, *[backward] * 4)
     options = {"block_sizes": blocks, "interpret": interpret}
     ids = segments and segments[0]
@@ -156,14 +160,12 @@ def _triton_refuses(call: Attend) -> str | None:
         return f"it takes heads of 16 to 128, not {size}"
     if call.arrays.segments is not None and call.arrays.segments[0] is not call.arrays.segments[1]:
         return "it takes the same segment ids for queries and keys"
-    return _missing("jax.experimental.pallas.ops.gpu.attention")
+    return _missing(TRITON)
 
 
 def _splash(call: Attend, *, interpret: bool = False) -> jax.Array:
     """The kernel for TPUs that JAX ships (`jax.experimental.pallas.ops.tpu.splash_attention`)."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    scoring, segments, (_, queries, heads, _) = call.scoring, call.arrays.segments, call.query.shape
+    splash, scoring, segments, (_, queries, heads, _) = _import(SPLASH), call.scoring, call.arrays.segments, call.query.shape
     lengths, (before, after) = (queries, call.key.shape[1]), scoring.window
     seen: Any = splash.FullMask(lengths)
     if scoring.window != (None, None):
@@ -193,7 +195,7 @@ def _splash_refuses(call: Attend) -> str | None:
         return "it takes a window only for as many queries as keys"
     if call.arrays.segments is not None and call.arrays.segments[0] is not call.arrays.segments[1]:
         return "it takes the same segment ids for queries and keys"
-    return _missing("jax.experimental.pallas.ops.tpu.splash_attention")
+    return _missing(SPLASH)
 
 
 def _divisor(length: int, sizes: tuple[int, ...]) -> int:
@@ -201,10 +203,17 @@ def _divisor(length: int, sizes: tuple[int, ...]) -> int:
     return next(size for size in sizes if length % size == 0)
 
 
+def _import(module: str) -> Any:
+    """A module of JAX's; that JAX will drop the one for GPUs (a warning since 0.11) is no news to a user of `[attention]`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(module)
+
+
 def _missing(module: str) -> str | None:
     """Why a module cannot be imported; None if it can."""
     try:
-        importlib.import_module(module)
+        _import(module)
     except ImportError as error:
         return f"this jax does not have it ({first_line(error)})"
     return None
