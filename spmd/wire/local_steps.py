@@ -15,7 +15,7 @@ from spmd.tree import Tree, flatten, map_paths, nbytes
 from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT
-from spmd.wire.region import Axes, axis_sizes, bound_sizes
+from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes
 from spmd.wire.transformations import WireState, check_no_communication, check_state, check_transformation, make_communication
 
 DATA = ("step", "params", "inner", "outer", "pending", "fresh", "wire")
@@ -59,6 +59,7 @@ class LocalState:
 
     def local_params(self, params: Tree) -> Tree:
         """This worker's own parameters, or those that it takes from the servers now."""
+        params = as_arrays(params)
         owner = split_fragments(params, self.fresh.shape[0])
 
         def take(path: str, full: jax.Array, own: jax.Array) -> jax.Array:
@@ -141,6 +142,7 @@ def local_sgd(
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
 
     def init(params: Tree) -> LocalState:
+        params = as_arrays(params)
         sizes, in_region = axis_sizes(communication.axes, params)
         workers = 1
         for size in () if in_region else sizes.values():
@@ -167,6 +169,7 @@ def local_sgd(
     def update(grads: Tree, state: LocalState, params: Tree = None, **extra: Any) -> tuple[Tree, LocalState]:
         if params is None:
             raise OptionError("wire.local_sgd: update without params.", fix="update(grads, state, params), with the global parameters.")
+        grads, params = as_arrays(grads), as_arrays(params)
         bound_sizes(communication.axes)
         check_state(state, LocalState, communication.axes)
         if jax.tree.map(jnp.shape, state.params) != jax.tree.map(lambda leaf: (1, *leaf.shape), params):

@@ -81,6 +81,11 @@ def check_axes(axes: tuple[str, ...], known: Sequence[str]) -> None:
             raise CommunicationError(f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, known))
 
 
+def as_arrays(tree: Tree) -> Tree:
+    """The tree with arrays in place of Python numbers."""
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else jnp.asarray(leaf, jnp.result_type(leaf)), tree)
+
+
 def check_dtypes(grads: Mapping[str, Any], fix: str = FLOATS_ONLY) -> None:
     """Refuse gradients of dtypes whose mean is of another.
 

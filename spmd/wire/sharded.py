@@ -19,7 +19,7 @@ from spmd.wire.codec.base import Bucket, Codec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.codec.exact import EXACT, Exact
 from spmd.wire.reduction import BUCKET_BYTES, MAX_EXACT_BUCKET, RESIDUAL, Transfer, make_buckets, reduce_bucket
-from spmd.wire.region import Axes, as_axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
+from spmd.wire.region import Axes, as_arrays, as_axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.transformations import (
     Communication,
@@ -114,6 +114,7 @@ def zero1(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Tree) -> ZeroState:
+        params = as_arrays(params)
         sizes, in_region = axis_sizes(communication.axes, params)
         start = _own_shards(communication, params, sizes) if in_region else params
         state = inner.init(start)
@@ -126,7 +127,7 @@ def zero1(
     def update(grads: Tree, state: ZeroState, params: Tree = None, **extra: Any) -> tuple[Tree, ZeroState]:
         if params is None:
             raise OptionError("wire.zero1: update without params.", fix="update(grads, state, params): shards are those of the parameters.")
-        sizes = bound_sizes(communication.axes)
+        params, sizes = as_arrays(params), bound_sizes(communication.axes)
         if not isinstance(state, ZeroState):
             raise CommunicationError(f"wire.zero1 has a state ZeroState; it is given one {type_name(state)}.", fix="the state of its init.")
         shards, wire_state = communication.update(grads, state.wire)
@@ -246,7 +247,7 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
     dims = [dim] * len(leaves) if isinstance(dim, int) else _leaves_as(structure, dim, "gather: dim", "dim=0, or a tree of numbers.")
     transfers = []
     for path, leaf, along in zip(paths, leaves, dims, strict=True):
-        if type(along) is not int or not 0 <= along < leaf.ndim:
+        if type(along) is not int or not 0 <= along < jnp.ndim(leaf):
             raise CommunicationError(f"gather: dim={short_repr(along)} of a shard {describe(leaf)}.", fix="a dim of the array.", path=path)
         transfers.append(_transfer(communication, leaf, along, sizes, residual is not None))
     check_encodable(paths, dict(zip(paths, transfers, strict=True)), fix="a call of gather of its own, with wire.exact().")

@@ -263,6 +263,12 @@ def test_an_empty_tree_has_an_empty_mean(tx):
     assert wire.bytes_sent(tx, {}, MESH) == 0
 
 
+def test_gather_of_a_python_number_names_its_dim():
+    run = jax.shard_map(lambda x: wire.gather(1.0, "data") + x, mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    with pytest.raises(CommunicationError, match=r"gather: dim=0 of a shard float64\[\]"):
+        run(jnp.zeros(1))
+
+
 def test_gather_of_an_empty_tree_is_empty():
     run = jax.shard_map(lambda x: (x, wire.gather({}, "data"))[1], mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     assert run(jnp.zeros(1)) == {}
@@ -279,6 +285,30 @@ def test_arrays_without_elements_scalars_and_python_numbers_are_reduced():
 
     means = jax.shard_map(run, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)(jnp.arange(8.0))
     assert jax.tree.map(float, means) == (3.5, 3.0)
+
+
+ASYNCHRONOUS = wire.server_clock(8, mode="asynchronous", compute_time="constant")
+
+
+@pytest.mark.parametrize("tx, extra", [
+    (wire.all_reduce("data"), {}),
+    (wire.zero1("data", SGD), {}),
+    (wire.local_sgd("data", inner=SGD, outer=SGD, every=1), {}),
+    (wire.parameter_server("data", SGD, CLOCK), {"events": CLOCK.step_inputs(0)}),
+    (wire.parameter_server("data", SGD, ASYNCHRONOUS), {"events": ASYNCHRONOUS.step_inputs(0)}),
+], ids=["all_reduce", "zero1", "local_sgd", "synchronous", "asynchronous"])  # fmt: skip
+def test_parameters_that_are_python_numbers_are_taken_as_arrays(tx, extra):
+    def update(params):
+        def run(state):
+            grads = {"x": 3.0 * wire.local_params(state, params)["x"]}
+            return tx.update(grads, state, params, **extra)[0]["x"]
+
+        state = wire.init(tx, params, MESH)
+        return jax.jit(jax.shard_map(run, mesh=MESH, in_specs=(wire.specs(state),), out_specs=jax.P(), check_vma=False))(state)
+
+    ours, arrays = update({"x": 1.0}), update({"x": jnp.float32(1.0)})
+    assert ours == arrays != 0 and ours.dtype == arrays.dtype == jnp.float32
+    assert wire.bytes_sent(tx, {"x": 1.0}, MESH, **extra) > 0
 
 
 @pytest.mark.parametrize("tx", [wire.zero1("data", SGD), wire.local_sgd("data", inner=SGD, outer=SGD, every=1)])

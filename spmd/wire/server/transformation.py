@@ -17,7 +17,7 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, Memory, Transfer, make_buckets
-from spmd.wire.region import Axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
+from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
 from spmd.wire.server.arrivals import GATHERED, HELD, apply_arrivals, init_memory
 from spmd.wire.server.clock import local_fix
 from spmd.wire.server.events import Events
@@ -81,7 +81,7 @@ class ServerState:
         """The parameters that this worker last read: one all-to-all per bucket. In synchronous mode `params`."""
         if not any(HELD in entry for entry in self.memory.values()):
             return params
-        sizes = bound_sizes(self.axes)
+        params, sizes = as_arrays(params), bound_sizes(self.axes)
         held = fetch_params(self.memory, _exact_buckets(_pack_all(params, sizes), sizes), self.axes)
         return map_paths(lambda path, leaf: _unpack(held[path][0], leaf), params)
 
@@ -106,6 +106,7 @@ class Servers:
 
     def init(self, params: Tree) -> ServerState:
         """The state at step 0: every worker has read `params`."""
+        params = as_arrays(params)
         sizes, in_region = axis_sizes(self.axes, params)
         self._check_workers(sizes)
         packed = _pack_all(params, sizes)
@@ -131,7 +132,7 @@ class Servers:
         """The change of the servers' parameters, equal on every worker, and the next state."""
         if params is None:
             raise OptionError("wire.parameter_server: update without params.", fix="update(grads, state, params, events=events).")
-        sizes = bound_sizes(self.axes)
+        grads, params, sizes = as_arrays(grads), as_arrays(params), bound_sizes(self.axes)
         self._check_workers(sizes)
         self._check_events(events)
         check_dtypes(arrays_by_path(grads))
