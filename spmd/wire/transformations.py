@@ -371,6 +371,7 @@ def specs(state: Tree) -> Tree:
         for node in jax.tree.leaves(state, is_leaf=lambda node, kind=wrapper: isinstance(node, kind)):
             if isinstance(node, wrapper) and _communicates(node):
                 raise CommunicationError(f"optax.{name} around a communication: {why}.", fix=fix)
+    _check_masked(state)
     _check_order(state)
     return jax.tree.map(lambda node: node.specs() if _has_specs(node) else PartitionSpec(), state, is_leaf=_has_specs)
 
@@ -390,6 +391,24 @@ def local_params(state: Tree, params: Tree) -> Tree:
 
 def _has_local_params(node: Any) -> bool:
     return hasattr(node, "local_params")
+
+
+def _check_masked(state: Tree) -> None:
+    """Refuse `optax.masked` around a communication; `optax.partition`, made of it, has a transformation for every parameter."""
+    for node in jax.tree.leaves(state, is_leaf=_is_masked):
+        if isinstance(node, optax.PartitionState):
+            for part in node.inner_states.values():
+                _check_masked(part.inner_state)  # type: ignore[attr-defined]
+        elif _is_masked(node) and _communicates(node):
+            raise CommunicationError(
+                "optax.masked around a communication: gradients that the mask leaves out stay each worker's own, so workers would diverge.",
+                fix='for another format, codecs={"**/bias": wire.exact()}; else optax.partition({"a": wire.all_reduce(...), "b": '
+                "optax.set_to_zero()}, labels), with optax.identity() for gradients that are reduced already.",
+            )
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedState | optax.PartitionState)
 
 
 def _check_order(state: Tree) -> None:

@@ -372,6 +372,35 @@ def test_steps_that_leave_the_communication_out_are_refused():
 
 
 LABELS = {"up": "a", "bias": "b", "down": "b"}
+MASK = {"up": True, "bias": False, "down": False}
+
+
+@pytest.mark.parametrize("tx", [
+    optax.chain(optax.masked(wire.all_reduce("data"), MASK), SGD),
+    optax.masked(wire.zero1("data", SGD), MASK),
+    optax.masked(optax.partition({"a": wire.all_reduce("data"), "b": optax.set_to_zero()}, LABELS), MASK),
+    optax.partition({"a": optax.masked(wire.all_reduce("data"), MASK), "b": optax.set_to_zero()}, LABELS),
+], ids=["chain", "zero1", "around partition", "inside partition"])  # fmt: skip
+def test_a_mask_around_the_communication_is_refused(tx):
+    with pytest.raises(CommunicationError, match=r"optax\.masked around a communication(.|\n)*would diverge(.|\n)*optax\.partition"):
+        wire.init(tx, make_params(), MESH)
+
+
+def test_a_partition_can_leave_out_gradients_as_the_fix_for_a_mask_says():
+    zero = optax.partition({"a": wire.all_reduce("data", INT8, error_feedback=True), "b": optax.set_to_zero()}, LABELS)
+    after, start = train(optax.chain(zero, SGD))[0], make_params()
+    assert distance({"up": after["up"]}, {"up": start["up"]}) > 0
+    assert_same_bits({"bias": after["bias"], "down": after["down"]}, {"bias": start["bias"], "down": start["down"]})
+    same = optax.partition({"a": wire.all_reduce("data"), "b": optax.identity()}, LABELS)
+    assert distance(train(optax.chain(pmean("data"), same, SGD))[0], train(optax.chain(pmean("data"), SGD))[0]) < 1e-7  # fused otherwise
+
+
+def test_a_mask_behind_the_communication_works_as_with_pmean():
+    masked = optax.masked(optax.adam(1e-2), MASK)
+    assert_same_bits(train(optax.chain(wire.all_reduce("data"), masked))[0], train(optax.chain(pmean("data"), masked))[0])
+    assert distance(train(wire.zero1("data", masked))[0], train(optax.chain(pmean("data"), masked))[0]) < 1e-6
+
+
 WRAPPERS = {
     "named_chain": lambda comm: optax.named_chain(("mean", comm), ("adam", optax.adam(1e-2))),
     "flatten": lambda comm: optax.flatten(optax.chain(comm, optax.adam(1e-2))),
