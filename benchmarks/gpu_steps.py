@@ -22,8 +22,7 @@ from flax import nnx
 import spmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import reported
-
+from benchmarks import reported
 from examples.gpt import named
 from examples.gpt_pipeline import GPT
 
@@ -73,19 +72,12 @@ class Llama(nnx.Module):
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def features(self, tokens: jax.Array) -> jax.Array:
         return self.norm(self.blocks(self.tokens(tokens)))
 
 
-class GPTFeatures(GPT):
-    """The GPT of examples/gpt_pipeline.py, without its head's logits."""
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.norm(self.blocks(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))))
-
-
 def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    return spmd.losses.cross_entropy_from_features(model(batch["tokens"]), model.head.kernel.get_value(), batch["targets"])
+    return spmd.losses.cross_entropy_from_features(model.features(batch["tokens"]), model.head.kernel.get_value(), batch["targets"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +90,7 @@ class Size:
 
 
 def gpt(width: int, depth: int, heads: int, length: int) -> Size:
-    return Size(GPTFeatures, length, {"vocab": 50304, "width": width, "depth": depth, "heads": heads, "length": length})
+    return Size(GPT, length, {"vocab": 50304, "width": width, "depth": depth, "heads": heads, "length": length})
 
 
 def llama(width: int, depth: int, heads: int, hidden: int) -> Size:
@@ -136,6 +128,7 @@ CASES = [
     *(Case("7B", 1, "8x8xh100", depth=depth) for depth in (16, 64)),
     Case("Llama 8B", 1, "8x8xh100"),
     Case("Llama 8B", 1, "64x8xh100"),
+    Case("Llama 8B", 1, "8x8xa100_80"),
     Case("Llama 70B", 1, "8x8xa100_80"),
     Case("Llama 70B", 1, "64x8xh100"),
 ]
@@ -161,6 +154,8 @@ def plan(case: Case) -> Any:
         precision="bfloat16",
     )
 
+
+NOTES = Path(__file__).parent / "gpu_steps_notes.md"  # what the figures mean, and those that others have published
 
 HEAD = "| model | devices | layout | rows each | step | HFU | MFU | peak | temporaries | sent | exposed |"
 
@@ -196,7 +191,7 @@ def main() -> None:
         print(planned if args.report else lines[-1], flush=True)
     if chosen == CASES:
         head = reported.head("Steps on GPUs, planned", "python benchmarks/gpu_steps.py", "jax", "jaxlib", "jax-cuda13-pjrt")
-        reported.write("gpu_steps", [*head, *lines])
+        reported.write("gpu_steps", [*head, *lines, "", NOTES.read_text(encoding="utf-8")])
 
 
 if __name__ == "__main__":

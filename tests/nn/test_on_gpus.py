@@ -72,3 +72,20 @@ def test_permutes_overlap_compute():
     """Forward and backward, a chunk's loop is between start and end. Without `overlap` only the stores of results are there."""
     assert hidden(scheduled(overlap=True)) == [1, 1]
     assert hidden(scheduled(overlap=False)) == [0, 0]
+
+
+def test_layers_compute_while_others_are_gathered_and_reduced():
+    from benchmarks.gpu_steps import Case, plan
+
+    program = plan(Case("7B", 4, "8x8xh100", depth=4)).compiled.hlo
+    hidden: dict[str, list[int]] = {"all-gather": [], "reduce-scatter": []}
+    for body in re.split(r"\n}\n", program):
+        lines = body.splitlines()
+        for first, line in enumerate(lines):
+            started = re.search(r"(%(all-gather|reduce-scatter)-start\S*) = .*/while/body", line)
+            if started:
+                last = next(number for number, later in enumerate(lines) if f"-done({started[1]})" in later)
+                hidden[started[2]].append(sum("gemm_fusion" in inner or "custom-call(" in inner for inner in lines[first:last]))
+    # of each loop's large gathers and reductions, at least one is under way during several products
+    assert max(hidden["all-gather"]) >= 3 and max(hidden["reduce-scatter"]) >= 3
+    assert "[4,32,2048,2048]" not in program and not re.search(r"\[(8192|4,2048),50304\]", program)  # scores, logits of all tokens
