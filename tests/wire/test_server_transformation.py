@@ -44,7 +44,7 @@ def feed(clock, steps):
 
 
 def by_hand(server, optimizer, codec=None, *, steps=STEPS, mesh=MESH, axes="data", sent=(0.0, 0.0), with_loss=False, **options):
-    clock = wire.server_clock(WORKERS, bytes=sent, **server)
+    clock = wire.server_clock(WORKERS, **server, **({"bytes": sent} if "network" in server else {}))
     tx = wire.parameter_server(axes, optimizer, clock, codec or wire.exact(), **options)
     params = make_params()
     state = wire.init(tx, params, mesh)
@@ -220,7 +220,7 @@ def test_bytes_sent_are_those_of_the_loops_own_program(mode, codec):
 def test_events_before_the_first_arrival_of_a_round_do_not_exist():
     """A round ends where the next gradient arrives, so `wire.local_params` needs no events: there are no reads in between."""
     for server in (LATE, BOUNDED, SOFTSYNC, COMPENSATED):
-        clock = wire.server_clock(WORKERS, bytes=(4e3, 4e3), **server)
+        clock = wire.server_clock(WORKERS, **server, **({"bytes": (4e3, 4e3)} if "network" in server else {}))
         assert not any(clock.step_inputs(n)["reads"][0].any() for n in range(50))
 
 
@@ -266,6 +266,8 @@ def test_an_optimizer_that_combines_elements_is_refused(optimizer, server):
     ({"compute_time": (1.0, 2.0)}, "2 numbers for 8 workers"),
     ({"network": {"bandwidth": "fast"}}, 'bandwidth = "fast"'),
     ({"bytes": (1,)}, "not a pair of numbers"),
+    ({"bytes": (4e6, 4e6)}, r"bytes=\(4000000\.0, 4000000\.0\) without network(.|\n)*leave bytes out"),
+    ({"bytes": (0, 4e6), "network": {}}, "without network"),
     ({"mode": "elastic"}, r"(?s)elastic.*spmd\.fit.*no elastic averaging"),
     ({"mode": "local"}, r"(?s)local.*wire\.local_sgd"),
     ({"every": 4}, "nothing reads every"),

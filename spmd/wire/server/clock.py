@@ -19,7 +19,7 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
 
     Args:
       workers: positions along the axes of `parameter_server`.
-      bytes: bytes that a worker sends to one server with a gradient, and receives from it, for `network`.
+      bytes: bytes that a worker sends to one server with a gradient, and receives from it; only with `network`.
       options: as of `spmd.ParameterServer`: `mode` "synchronous", "asynchronous", "bounded" or "softsync", with `spares`, `bound`,
         `splits`, `compute_time`, `network`, `staleness_scale`, `max_staleness`, `delay_compensation`, `delay_decay`, `warmup_steps`,
         `fetch_every` and `seed`.
@@ -51,6 +51,11 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
         lines = [f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems]
         raise OptionError("server_clock: " + "\n  ".join(lines))
     check_bytes("server_clock", bytes)
+    if any(bytes) and not declared.network:
+        raise OptionError(
+            f"server_clock: bytes={short_repr(bytes)} without network: sending takes no time.",
+            fix='network={"bandwidth": "10Gb/s", "latency": "50us"}; else leave bytes out.',
+        )
     return Events(declared, int(workers), (float(bytes[0]), float(bytes[1])))
 
 
