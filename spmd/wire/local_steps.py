@@ -127,7 +127,8 @@ def local_sgd(
       [1.0, 1.0]
       [0.8..., 0.8...]
     """
-    communication = make_communication(axes, codec, options)
+    parameters = ("inner", "outer", "every", "fragments", "overlap", "mix", "codec")
+    communication = make_communication(axes, codec, options, parameters=parameters)
     for name, value, least in (("every", every, 1), ("fragments", fragments, 1), ("overlap", overlap, 0)):
         check_integer(value, name, least)
     if fragments > every or overlap >= every:

@@ -107,7 +107,7 @@ def zero1(
     Raises:
       OptimizerError: in `update`: `inner` does not work element by element.
     """
-    communication = make_communication(axes, codec, options, scatter=True)
+    communication = make_communication(axes, codec, options, scatter=True, parameters=("inner", "codec", "max_norm"))
     check_transformation("inner", inner)
     if max_norm is not None and not (type(max_norm) in (int, float) and max_norm > 0):
         raise OptionError(f"max_norm={short_repr(max_norm)}.", fix="a number above 0.")

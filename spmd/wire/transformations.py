@@ -212,11 +212,15 @@ def make_communication(
     scatter: bool = False,
     rows: bool = False,
     on_or_off: tuple[str, str] = ("error_feedback=True.", "error_feedback=False."),
+    parameters: tuple[str, ...] = ("codec",),
 ) -> Communication:
-    """A `Communication` from `OPTIONS` that are checked. `on_or_off` is how the caller's user sets error feedback, as a fix."""
+    """A `Communication` from `OPTIONS` that are checked.
+
+    As fixes: `on_or_off` is how the caller's user sets error feedback, and `parameters` are the caller's own, beside `options`.
+    """
     for name in options:
         if name not in OPTIONS:
-            raise OptionError(f"no option {name}.", fix=did_you_mean(name, OPTIONS))
+            raise OptionError(f"no option {name}.", fix=did_you_mean(name, (*parameters, *OPTIONS)))
     codecs, error_feedback = options.get("codecs"), options.get("error_feedback", False)
     names = as_axes(axes)
     if not isinstance(codecs or {}, Mapping) or not all(isinstance(pattern, str) for pattern in codecs or {}):
@@ -318,7 +322,8 @@ def hierarchical(
     inner, outer = as_axes(inner), as_axes(outer)
     if not isinstance(inner_codec, Exact):
         raise OptionError(f"inside: {short_repr(inner_codec)}.", fix="wire.exact(): gradients are rounded only across hosts.")
-    return make_communication((*outer, *inner), codec, options, inside=inner, scatter=scatter).transformation
+    parameters = ("inside", "across", "scatter")
+    return make_communication((*outer, *inner), codec, options, inside=inner, scatter=scatter, parameters=parameters).transformation
 
 
 def shard_spec(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:

@@ -14,6 +14,7 @@ from tests.wire.test_transformations import MESH, assert_same_bits, distance, ma
 
 INT8 = wire.int8(block=16)
 SGD = optax.sgd(0.1)
+CLOCK = wire.server_clock(8)
 
 
 def reduce(tx, grads, mesh=MESH, *, check_vma=False):
@@ -41,6 +42,12 @@ def normal(*shape, dtype=np.float32):
     (lambda: wire.all_reduce("data", 3), "codec=3 is an int"),
     (lambda: wire.all_reduce("data", INT8, eror_feedback=True), 'no option eror_feedback.*did you mean "error_feedback"'),
     (lambda: wire.all_reduce("data", INT8, scatter=True), "no option scatter"),
+    (lambda: wire.all_reduce("data", kodec=INT8), 'no option kodec.*did you mean "codec"'),
+    (lambda: wire.zero1("data", SGD, maxnorm=1.0), 'no option maxnorm.*did you mean "max_norm"'),
+    (lambda: wire.local_sgd("data", inner=SGD, outer=SGD, every=2, fragment=2), 'no option fragment.*did you mean "fragments"'),
+    (lambda: wire.local_sgd("data", inner=SGD, outer=SGD, every=2, evry=2), 'no option evry.*did you mean "every"'),
+    (lambda: wire.hierarchical(inside=("gpu", wire.exact()), across=("host", INT8), scater=True), 'did you mean "scatter"'),
+    (lambda: wire.parameter_server("data", SGD, CLOCK, kodec=INT8), 'did you mean "codec"'),
     (lambda: wire.all_reduce("data", INT8, error_feedback="yes"), "error_feedback='yes'"),
     (lambda: wire.all_reduce("data", codecs=[INT8]), "codecs=.*by a pattern"),
     (lambda: wire.all_reduce("data", codecs={"a{b": INT8}), "braces must close"),
@@ -139,9 +146,6 @@ def test_an_axis_that_is_not_manual_is_fixed_by_all_axes_that_the_error_names():
 
 
 # codecs by path ---------------------------------------------------------------------------------------------------------
-
-
-CLOCK = wire.server_clock(8)
 
 
 @pytest.mark.parametrize("make", [

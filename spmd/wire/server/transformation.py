@@ -271,7 +271,7 @@ def parameter_server(
     """
     if not isinstance(clock, Events):
         raise OptionError(f"wire.parameter_server: clock={short_repr(clock)} is {type_name(clock)}.", fix="wire.server_clock(workers=...).")
-    communication = make_communication(axes, codec, options, rows=True)
+    communication = make_communication(axes, codec, options, rows=True, parameters=("optimizer", "clock", "codec"))
     check_transformation("wire.parameter_server: optimizer", optimizer)
     if clock.declared.local:
         raise OptionError(f'wire.parameter_server: mode "{clock.declared.mode}" has no servers.', fix=local_fix(clock.declared.mode))
