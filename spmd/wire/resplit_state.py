@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from spmd.errors import CommunicationError, join_names
+from spmd.errors import CommunicationError, join_names, type_name
 from spmd.tree import Tree, describe, map_paths
 from spmd.wire.local_steps import LocalState
 from spmd.wire.reduction import CODEC, RESIDUAL, Memory
@@ -66,6 +66,11 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
             fix="wire.init(tx, params, mesh), with a wire.server_clock of as many workers: all begin at the servers' parameters.",
         )
     fresh = init(tx, params, mesh)
+    if isinstance(state, dict | list) and not any(map(_is_ours, jax.tree.leaves(state, is_leaf=_is_ours))):
+        raise CommunicationError(
+            f"resplit: the state is {type_name(state)} of plain lists and dicts, as Orbax restores one without a template.",
+            fix="a template: the shapes of wire.init(tx, params, jax.sharding.AbstractMesh(...)), with the workers that saved the state.",
+        )
     if jax.tree.structure(state, is_leaf=_is_ours) != jax.tree.structure(fresh, is_leaf=_is_ours):
         raise CommunicationError("resplit: the state is not that of this transformation.", fix=FIX)
     kept = jax.tree.map(_keep, state, fresh, is_leaf=_is_ours)

@@ -143,6 +143,23 @@ def test_a_state_on_the_host_is_resplit_as_one_on_devices(tx):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
 
 
+@pytest.mark.parametrize("tx", [
+    wire.all_reduce("data", **INT8),
+    optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)),
+    optax.named_chain(("mean", wire.all_reduce("data", **INT8)), ("adam", optax.adam(1e-2))),
+    wire.zero1("data", optax.adam(1e-2), **INT8),
+], ids=["all_reduce", "chain", "named_chain", "zero1"])  # fmt: skip
+def test_a_checkpoint_restored_without_a_template_is_refused_by_name(tx, tmp_path):
+    state = wire.init(tx, make_params(), mesh_of(8))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state")
+    with pytest.raises(CommunicationError, match=r"as Orbax restores one without a template(.|\n)*wire\.init\(.*AbstractMesh"):
+        wire.resplit(tx, restored, make_params(), mesh_of(4))
+    wire.resplit(tx, state, make_params(), mesh_of(4))
+
+
 def test_a_checkpoint_of_more_workers_than_devices_is_restored_and_resplit(tmp_path):
     tx = optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2))
     params, state = train_from(tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3))
