@@ -83,6 +83,16 @@ def test_a_wrong_option_is_refused_where_it_is_written(make, said):
     assert re.search(said, str(caught.value).replace("\n", " ")), caught.value
 
 
+def test_numpy_integers_are_options_as_python_ones():
+    block = wire.int8(block=np.int64(16))
+    assert block == INT8 and hash(block) == hash(INT8) and type(block.block) is int
+    assert repr(wire.power_sgd(rank=np.int32(2))) == repr(wire.power_sgd(rank=2))
+    wire.local_sgd("data", inner=SGD, outer=SGD, every=np.int64(2), codec=block, start_step=np.int64(1), bucket_bytes=np.uint32(64))
+    for wrong in (np.int64(0), np.float64(16), np.bool_(True), np.array([16, 16])):
+        with pytest.raises(OptionError, match="a whole number from 1"):
+            wire.int8(block=wrong)
+
+
 # axes -------------------------------------------------------------------------------------------------------------------
 
 

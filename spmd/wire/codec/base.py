@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd.errors import CodecError, OptionError, did_you_mean, short_repr, type_name
@@ -126,6 +127,9 @@ class Codec(abc.ABC):
     def __post_init__(self):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
+            if isinstance(value, np.integer):
+                value = int(value)
+                object.__setattr__(self, field.name, value)
             if wanted := option_problem(type(self), field.name, value):
                 raise OptionError(f"codec {type(self).__name__}: {field.name}={short_repr(value)}.", fix=f"{wanted}.")
 
