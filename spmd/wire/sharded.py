@@ -32,6 +32,7 @@ from spmd.wire.transformations import (
 from spmd.xla import shard_map
 
 NOT_ELEMENTWISE = ("reduce_", "dot_general", "sort", "cum", "arg", "conv_", "svd", "eigh", "qr", "cholesky", "triangular_solve")
+RANDOM = ("random_bits", "random_gamma", "threefry", "rng_")
 FORMATS = ("exact", "bfloat16")
 FULL_GRADIENTS = "optax.chain(wire.all_reduce(...), optimizer), which gives each worker full gradients."
 
@@ -105,7 +106,7 @@ def zero1(
       options: as for `all_reduce`.
 
     Raises:
-      OptimizerError: in `update`: `inner` does not work element by element.
+      OptimizerError: in `update`: `inner` does not work element by element, or draws random numbers, as `optax.noisy_sgd` does.
     """
     communication = make_communication(axes, codec, options, scatter=True, parameters=("inner", "codec", "max_norm"))
     check_transformation("inner", inner)
@@ -185,13 +186,21 @@ def moment_specs(where: str, inner: Any, state: Any, params: Tree, specs: Tree) 
 
 
 def check_elementwise(where: str, fix: str, inner: Any, shards: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> None:
-    """Refuse an optimizer that combines elements of an array: of a shard it would see only this worker's part."""
+    """Refuse an optimizer that combines elements of an array: of a shard it would see only this worker's part.
+
+    Nor may it draw random numbers: its key is the same on every worker, so all would draw the same for different shards.
+    """
     program = jax.make_jaxpr(lambda *trees: inner.update(*trees, **extra))(shards, state, params)
     for name, shape in _operations(program.jaxpr):
         if name.startswith(NOT_ELEMENTWISE) and shape:
             raise OptimizerError(
                 f"{where}: the optimizer combines the elements of an array ({name} of {list(shape)}); each worker has only its shard.",
                 fix=fix,
+            )
+        if name.startswith(RANDOM):
+            raise OptimizerError(
+                f"{where}: the optimizer draws random numbers ({name}): every worker would draw the same ones for its shard.",
+                fix=f"an optimizer that draws none; else {FULL_GRADIENTS}",
             )
 
 

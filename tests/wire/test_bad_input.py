@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from spmd import wire
-from spmd.errors import CommunicationError, OptionError, SpmdError
+from spmd.errors import CommunicationError, OptimizerError, OptionError, SpmdError
 from tests.wire.test_transformations import MESH, assert_same_bits, distance, make_mesh, make_params, pmean, train
 
 INT8 = wire.int8(block=16)
@@ -476,6 +476,16 @@ def test_apply_if_finite_inside_zero1_is_refused_and_inside_local_sgd_skips():
     plain = wire.local_sgd("data", inner=optax.adam(1e-2), outer=optax.sgd(1.0), every=2)
     at = {"at": lambda state, params: wire.local_params(state, params)}
     assert distance(train(tx, **at)[0], train(plain, **at)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("make", [
+    lambda inner: wire.zero1("data", inner),
+    lambda inner: wire.zero1("data", optax.partition({"a": inner, "b": SGD}, LABELS)),
+], ids=["zero1", "partition"])  # fmt: skip
+@pytest.mark.parametrize("inner", [optax.noisy_sgd(0.1, key=0), optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), SGD)])
+def test_noise_that_would_be_the_same_on_every_shard_is_refused(make, inner):
+    with pytest.raises(OptimizerError, match=r"draws random numbers(.|\n)*every worker would draw the same(.|\n)*wire.all_reduce"):
+        train(make(inner))
 
 
 @pytest.mark.parametrize("make", [

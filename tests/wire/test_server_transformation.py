@@ -250,6 +250,12 @@ def test_an_optimizer_that_combines_elements_is_refused(optimizer, server):
         by_hand(server, optimizer, steps=1)
 
 
+def test_an_optimizer_that_draws_random_numbers_is_refused():
+    for server in (LATE, {}):
+        with pytest.raises(OptimizerError, match=r"wire\.parameter_server: the optimizer draws random numbers"):
+            by_hand(server, optax.noisy_sgd(0.1, key=0), steps=1)
+
+
 # bad input --------------------------------------------------------------------------------------------------------------
 
 

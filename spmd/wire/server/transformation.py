@@ -248,7 +248,7 @@ def parameter_server(
     Raises:
       OptionError: an option is wrong; in `update`: without `params` or `events`, or events of another clock.
       CommunicationError: in `init` or `update`: another number of workers, or the state of another tree.
-      OptimizerError: `optimizer` combines elements of an array.
+      OptimizerError: `optimizer` combines elements of an array, or draws random numbers.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
