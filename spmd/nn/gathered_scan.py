@@ -140,11 +140,11 @@ class _Static(NamedTuple):
 def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]) -> tuple[Tree, Stack, list[Any]]:
     (backward,), (saved, saved_last, full_last), stack, constants = residuals
     (gather, reduce), count = loop.communication, _count(stack)
-    dx, dkept = cotangents
+    dy, dkept = cotangents
 
     def gradients(number: Any, saved: list[Any], full: Tree, dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
         inputs = full, _layer(stack.others, number), constants
-        return _differentiable(backward(saved, inputs, (dx, _layer(dkept, number))))
+        return _differentiable(backward(saved, inputs, (_complete(dx, dy), _layer(dkept, number))))
 
     def reduced(number: Any, dfull: Tree, done: Stack) -> Stack:
         """`done` with the reduced gradients of a layer, and its next residuals in place of those before."""
@@ -161,12 +161,12 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
         return (dx, following, dfull, jax.tree.map(jnp.add, dconstants, more), done), None
 
     following = gather(_layer(stack.shards, max(count - 2, 0)))
-    dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, dx)
+    dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, _differentiable(dy))
     done = _differentiable(jax.tree.map(_no_gradient, stack))
     done = done._replace(others=_put(done.others, count - 1, dothers), residuals=stack.residuals)
     carry = dx, following, dfull, dconstants, done
     (dx, _, dfull, dconstants, done), _ = _run_loop(loop, body, carry, (np.arange(count - 1), saved), reverse=True)
-    return dx, _complete(reduced(0, dfull, done), stack), _complete(dconstants, constants)
+    return _complete(dx, dy), _complete(reduced(0, dfull, done), stack), _complete(dconstants, constants)
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

@@ -61,6 +61,28 @@ def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(grads)[:3])
 
 
+def test_integers_are_handed_from_layer_to_layer():
+    weights, others, table, x = values(3)
+
+    def run(carry, weights, others):
+        x, count = carry
+        y, kept = layer(table, x, weights, others)
+        return (y * (count + 1), count + 1), kept
+
+    def plain(weights, x):
+        (x, count), _ = jax.lax.scan(lambda carry, inputs: run(carry, *inputs), (x, jnp.int32(0)), (weights, others))
+        return jnp.sum(x**2), count
+
+    def ahead(weights, x):
+        (x, count), _ = scan_gathered(NO_COPIES, run, (x, jnp.int32(0)), Stack(weights, others, {}), policy=None)
+        return jnp.sum(x**2), count
+
+    (_, count), grads = jax.value_and_grad(ahead, (0, 1), has_aux=True)(weights, x)
+    expected = jax.grad(plain, (0, 1), has_aux=True)(weights, x)[0]
+    assert count == 3
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4), grads, expected)
+
+
 def test_values_without_a_backward_pass():
     weights, others, table, x = values(3)
     y, kept = scan_gathered(NO_COPIES, lambda *inputs: layer(table, *inputs), x, Stack(weights, others, {}), policy=None)
