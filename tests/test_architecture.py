@@ -239,6 +239,11 @@ def test_every_key_of_a_layout_is_read(section):
     assert not unread, f"{section.__name__}: nothing reads {unread}"
 
 
+def test_files_of_tests_have_names_of_their_own():
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]  # pytest imports them by these
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_no_word_of_a_machine_in_the_sources():
     files = [name for name, path in FILES.items() if re.search(r"/(home|Users|work|root)/", path.read_text(encoding="utf-8"))]
     assert not files

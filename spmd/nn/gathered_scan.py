@@ -6,6 +6,7 @@ it; parameters of two layers exist at a time. A scan that gathers inside its bod
 layer itself lets it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -102,49 +103,52 @@ def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack)
     return x, kept, (saved, saved_last, full)
 
 
-def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[tuple[Tree, Tree], tuple]:
-    backward: list[_Backward] = []  # the same for every layer
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("leaves",), meta_fields=("structure", "sources"))
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What a layer saves for its backward pass: of the leaves of what `jax.vjp` returns, those that are no input but x.
 
-    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree, list[Any]]:
-        def differentiable(x: Tree, full: Tree, others: Tree, constants: list[Any]) -> tuple[Tree, Tree]:
-            return loop.run(x, full, others, constants)
+    Attributes:
+      structure: of all leaves.
+      sources: of each leaf, its number among the leaves of the inputs; None: it is saved.
+    """
 
-        (y, kept), function = jax.vjp(differentiable, x, full, others, constants)
-        leaves, structure = jax.tree.flatten(function)
-        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((full, others, constants)))}
-        sources = tuple(known.get(id(leaf)) for leaf in leaves)
-        backward[:] = [_Backward(structure, sources)]
-        return y, kept, [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
-
-    x, kept, saved = _forward_loop(loop, run, x, stack)
-    return (x, kept), (_Static(backward[0]), saved, stack, constants)
-
-
-class _Backward(NamedTuple):
-    """What `jax.vjp` returns is a pytree of its residuals: some are the layer's inputs, by their number, the others (None) are saved."""
-
+    leaves: list[Any]
     structure: Any
     sources: tuple[int | None, ...]
 
-    def __call__(self, saved: list[Any], inputs: tuple, cotangents: tuple) -> tuple:
-        known, rest = jax.tree.leaves(inputs), iter(saved)
-        leaves = [next(rest) if source is None else known[source] for source in self.sources]
+    @classmethod
+    def of(cls, function: Callable[..., tuple], inputs: tuple) -> "_Saved":
+        """Of what `jax.vjp` returned."""
+        leaves, structure = jax.tree.flatten(function)
+        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(inputs))}
+        sources = tuple(known.get(id(leaf)) for leaf in leaves)
+        return cls([leaf for leaf, source in zip(leaves, sources, strict=True) if source is None], structure, sources)
+
+    def gradients(self, inputs: tuple, cotangents: tuple) -> tuple:
+        """Of x and the inputs."""
+        known, saved = jax.tree.leaves(inputs), iter(self.leaves)
+        leaves = [next(saved) if source is None else known[source] for source in self.sources]
         return jax.tree.unflatten(self.structure, leaves)(cotangents)
 
 
-@jax.tree_util.register_static
-class _Static(NamedTuple):
-    backward: _Backward
+def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[tuple[Tree, Tree], tuple]:
+    def run(x: Tree, *inputs: Tree) -> tuple[Tree, Tree, _Saved]:
+        (y, kept), function = jax.vjp(loop.run, x, *inputs, constants)
+        return y, kept, _Saved.of(function, (*inputs, constants))
+
+    x, kept, saved = _forward_loop(loop, run, x, stack)
+    return (x, kept), (saved, stack, constants)
 
 
 def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]) -> tuple[Tree, Stack, list[Any]]:
-    (backward,), (saved, saved_last, full_last), stack, constants = residuals
+    (saved, saved_last, full_last), stack, constants = residuals
     (gather, reduce), count = loop.communication, _count(stack)
     dy, dkept = cotangents
 
-    def gradients(number: Any, saved: list[Any], full: Tree, dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
+    def gradients(number: Any, saved: _Saved, full: Tree, dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
         inputs = full, _layer(stack.others, number), constants
-        return _differentiable(backward(saved, inputs, (_complete(dx, dy), _layer(dkept, number))))
+        return _differentiable(saved.gradients(inputs, (_complete(dx, dy), _layer(dkept, number))))
 
     def reduced(number: Any, dfull: Tree, done: Stack) -> Stack:
         """`done` with the reduced gradients of a layer, and its next residuals in place of those before."""

@@ -83,6 +83,22 @@ def test_integers_are_handed_from_layer_to_layer():
     jax.tree.map(lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4), grads, expected)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_layer_may_close_over_the_first_input(layers):
+    weights, others, _, x = values(layers)
+
+    def plain(weights, x):
+        last, _ = jax.lax.scan(lambda carry, inputs: layer(x, carry, *inputs), x, (weights, others))
+        return jnp.sum(last**2)
+
+    def ahead(weights, x):
+        last, _ = scan_gathered(NO_COPIES, lambda *inputs: layer(x, *inputs), x, Stack(weights, others, {}), policy=None)
+        return jnp.sum(last**2)
+
+    grads, expected = (jax.grad(function, (0, 1))(weights, x) for function in (ahead, plain))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4), grads, expected)
+
+
 def test_values_without_a_backward_pass():
     weights, others, table, x = values(3)
     y, kept = scan_gathered(NO_COPIES, lambda *inputs: layer(table, *inputs), x, Stack(weights, others, {}), policy=None)
