@@ -64,6 +64,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_moments_on_the_host_train_to_the_same_bits(name):
     mesh = {"tensor_parallel": "data=4,model=2", "hierarchical_int8": None}.get(name, "data=8")

@@ -98,6 +98,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_layers_gathered_in_their_loop_train_as_on_one_device(case):
     options = dict(CASES[case])
@@ -125,6 +126,7 @@ CODECS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate):
