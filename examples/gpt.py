@@ -39,8 +39,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         query, key, value = (linear(x).reshape(*x.shape[:-1], self.heads, -1) for linear in (self.query, self.key, self.value))
-        mixed = spmd.nn.attention(query, key, value, causal=True)
-        return self.out(mixed.reshape(x.shape))
+        return self.out(spmd.nn.attention(query, key, value, causal=True).reshape(x.shape))
 
 
 class Block(nnx.Module):
@@ -54,10 +53,8 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        mixed = checkpoint_name(self.attention(self.norm1(x)), "attn_out")  # names are for [remat] of a layout
-        x = x + self.dropout(mixed)
-        hidden = checkpoint_name(self.up(self.norm2(x)), "mlp_up")
-        return x + self.dropout(self.down(nnx.gelu(hidden)))
+        x = x + self.dropout(checkpoint_name(self.attention(self.norm1(x)), "attn_out"))  # names are for [remat] of a layout
+        return x + self.dropout(self.down(nnx.gelu(checkpoint_name(self.up(self.norm2(x)), "mlp_up"))))
 
 
 class GPT(nnx.Module):

@@ -30,18 +30,7 @@ from examples.gpt import SIZES, VOCAB, Block, load_data, named
 class GPT(nnx.Module):
     """Embeddings, a stack of blocks, and logits for the next character; with `tied`, by the embedding's table."""
 
-    def __init__(
-        self,
-        *,
-        vocab: int = VOCAB,
-        width: int = 64,
-        depth: int = 8,
-        heads: int = 4,
-        length: int = 64,
-        dropout: float = 0.0,
-        tied: bool = False,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, *, vocab=VOCAB, width=64, depth=8, heads=4, length=64, dropout=0.0, tied=False, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
         self.places = nnx.Embed(length, width, embedding_init=named(None, "embed"), rngs=rngs)
         self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: Block(width, heads, dropout, rngs=rngs), rngs))
