@@ -29,8 +29,8 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "in")
         hidden = checkpoint_name(self.up(x), "hidden")
         heads = hidden.reshape(-1, 4, HIDDEN // 4)
-        scores = jnp.sin(jnp.einsum("rgi,rgj->rgij", heads, heads))  # a product with batch dims
-        return x + self.down(jnp.sin(hidden) + scores.sum(-1).reshape(hidden.shape))
+        scores = jnp.sin(jnp.einsum("rgi,rgj->rgij", heads, heads) / 8)  # a product with batch dims
+        return x + self.down(jnp.sin(hidden) + scores.mean(-1).reshape(hidden.shape)) / 8
 
 
 class Net(nnx.Module):
