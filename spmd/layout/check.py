@@ -131,17 +131,14 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
 
 
 def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec) -> Iterator[Problem]:
-    """Numbers of layers and microbatches that the pipeline's stages do not divide, and remat that a schedule repeats."""
+    """Numbers of layers that the pipeline's stages do not divide, and remat that a schedule repeats."""
     axis, groups = layout.pipeline.axis, layout.pipeline.groups
     if axis is None or axis not in mesh.names:
         return
     if layout.pipeline.schedule == "1f1b" and layout.remat.saves != "everything" and not layout.remat.modules:
         why = "a 1f1b stage keeps its input, and computes everything else again in any case."
         yield Problem("[remat] save", [why], 'leave it out, or name the layers: modules = ["**/layers"].')
-    parts, stages, count = mesh.sizes[axis] * groups, mesh.sizes[axis], layout.pipeline.microbatches or 0
-    if groups > 1 and count % stages:
-        why = f"{count} microbatches, {stages} at a time through each group; {count} / {stages} leaves {count % stages}."
-        yield Problem("[pipeline] microbatches", [why], f"{fixes.near_multiples(count, stages)}.", kind="not_divisible")
+    parts, stages = mesh.sizes[axis] * groups, mesh.sizes[axis]
     for count in sorted(set(stacks.values())):
         if count % parts:
             paths = [path for path, layers in stacks.items() if layers == count]

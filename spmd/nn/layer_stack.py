@@ -117,7 +117,7 @@ class Microbatches:
 
 
 def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
-    """The layout's number of microbatches, or the largest below it that divides the rows.
+    """The layout's number of microbatches, or the most below it that divide the rows, preferably a multiple of a circle's stages.
 
     Raises:
       ModelError: arrays that do not all have the same rows along dim 0.
@@ -134,11 +134,9 @@ def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
     # The default is never one row each: a draw for one row looks like one that all rows share (`spmd.rng.worker_key`).
     splits = parallel.row_splits
     most = declared.microbatches or min(MICROBATCHES * stages, max(unit, rows // splits // 2))
-    fitting = [count for count in range(unit, min(most, rows // splits) + 1, unit) if rows % (count * splits) == 0]
-    if not fitting:
-        why = f"{rows} rows on each worker cannot be split into microbatches for {stages} stages of {declared.groups} groups"
-        raise ModelError(f"{why}: their number must divide by {stages}.", fix=f"a batch of which each worker has a multiple of {stages}.")
-    return Microbatches(fitting[-1], rows // fitting[-1], free)
+    fitting = [count for count in range(1, min(most, rows // splits) + 1) if rows % (count * splits) == 0]
+    count = max(fitting, key=lambda count: (count % unit == 0, count))
+    return Microbatches(count, rows // count, free)
 
 
 def layers_per_stage(parallel: ParallelConfig, count: int) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.errors import OptionError, check_integer, did_you_mean
-from spmd.layout.fixes import near_multiples
 
 
 class Work(NamedTuple):
@@ -112,15 +111,12 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
         check_integer(value, f"schedule: {key}")
     if name != "circular" and groups > 1:
         raise OptionError(f'schedule: groups={groups}: "{name}" has one on each stage.', fix='"circular", or groups=1.')
-    if groups > 1 and microbatches % stages:
-        why = f"{microbatches} microbatches, {stages} at a time; {microbatches} / {stages} leaves {microbatches % stages}"
-        raise OptionError(f"schedule: {why}.", fix=f"microbatches = {near_multiples(microbatches, stages)}.")
     orders = [ORDERS[name](stage, stages, microbatches, groups) for stage in range(stages)]
     return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop)
 
 
 def _gpipe_order(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
-    """`stages` microbatches through one group after the other, then the next `stages`; backward in reverse order."""
+    """`stages` microbatches, or those that are left, through one group after the other, then the next; backward in reverse order."""
     del stage
     size = stages if groups > 1 else microbatches
     forward = [
