@@ -12,11 +12,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr, and of those inside it."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner(equation):
+        for inner in inner_jaxprs(equation):
             yield from equations(inner)
 
 
-def _inner(equation: Any) -> Iterator[Any]:
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation runs."""
     for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
         inner = getattr(value, "jaxpr", value)
         if hasattr(inner, "eqns"):
@@ -36,7 +37,7 @@ def uses(jaxpr: Any, inputs: Sequence[int], name: str) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in inputs]
     owner = {jaxpr.invars[number]: place for place, number in enumerate(inputs)}
     for equation in jaxpr.eqns:
-        primitive, inner = equation.primitive.name, [jaxpr for jaxpr in _inner(equation) if len(jaxpr.invars) == len(equation.invars)]
+        primitive, inner = equation.primitive.name, [jaxpr for jaxpr in inner_jaxprs(equation) if len(jaxpr.invars) == len(equation.invars)]
         taken = [(number, owner[v]) for number, v in enumerate(equation.invars) if not hasattr(v, "val") and v in owner]
         if not taken:
             continue

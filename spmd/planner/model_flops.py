@@ -1,10 +1,13 @@
 """The model's own operations in a step, which MFU counts: those of its products, without recomputation, replicas and bubbles."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from spmd.jaxpr import equations, inner_jaxprs
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.cost import attention_products
@@ -13,13 +16,19 @@ from spmd.train.compiled_step import Program
 from spmd.train.loss_trace import trace_objective
 
 PASSES = 3  # a backward pass takes twice the operations of the forward pass (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)
+WIDEST = 8  # outputs for each input of a layer inside a model; a head over a vocabulary has more
 
 
-def model_flops(program: Program) -> float:
-    """FLOPs of the model in a step on a full batch, of all devices: three times those of the loss, traced for a single device."""
+def trace_model(program: Program) -> Any:
+    """The jaxpr of the loss on a full batch, for a single device."""
     placed = program.placed.with_layout(abstract_mesh(MeshSpec((("data", 1),))), Layout(), accumulate=1)
     _, jaxpr = trace_objective(placed, placed.objective.for_training(), program.sample, program.rows, Seen(placed.resolved), {})
-    return PASSES * flops(jaxpr.jaxpr)
+    return jaxpr.jaxpr
+
+
+def model_flops(jaxpr: Any) -> float:
+    """FLOPs of the model in a step, of all devices: three times those of the loss, whose jaxpr this is."""
+    return PASSES * flops(jaxpr)
 
 
 def flops(jaxpr: Any) -> float:
@@ -49,14 +58,40 @@ def _flops(equation: Any) -> float:
         return attention_products("", inputs[0].shape, inputs[1].shape)
     if name == "pallas_call" and (attention := attention_products(params.get("name") or "", *(x.shape for x in inputs[:2]))):
         return attention
-    inner = [flops(jaxpr) for jaxpr in _jaxprs(params)]
+    inner = [flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
     if name == "pallas_call":
         return sum(inner) * math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
     return max(inner, default=0.0) if name == "cond" else sum(inner) * params.get("length", 1) if name == "scan" else sum(inner)
 
 
-def _jaxprs(params: Any) -> list[Any]:
-    """The jaxprs that an equation runs."""
-    leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr"))
-    jaxprs = [getattr(leaf, "jaxpr", leaf) for leaf in leaves]
-    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
+@dataclasses.dataclass(frozen=True)
+class LargeProducts:
+    """Products of a model that are much larger than what they are made of.
+
+    Attributes:
+      scores: (queries, keys) of attention that multiplies all positions of a row at once.
+      logits: (width, vocabulary) of a head that multiplies all tokens of a batch at once.
+    """
+
+    scores: frozenset[tuple[int, int]]
+    logits: frozenset[tuple[int, int]]
+
+
+def large_products(program: Program, jaxpr: Any) -> LargeProducts:
+    """Those of a program whose loss has this jaxpr."""
+    leaves = jax.tree.leaves(program.sample)
+    lengths = {size for leaf in leaves for size in leaf.shape[1:]}
+    tokens = max((leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)), default=0)
+    matrices = {shape for leaf in jax.tree.leaves(program.placed.abstract_state.params) for shape in (leaf.shape[-2:], leaf.shape[:-3:-1])}
+    scores, logits = set(), set()
+    for equation in equations(jaxpr):
+        if equation.primitive.name != "dot_general":
+            continue
+        (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+        (left, right), out = (variable.aval for variable in equation.invars), equation.outvars[0].aval
+        width = math.prod(left.shape[dim] for dim in contracted)
+        if batch and out.size > left.size + right.size and lengths & {*out.shape[-2:]}:
+            scores.add(out.shape[-2:])
+        elif not batch and out.shape[-1] > WIDEST * width and 2 * out.size // out.shape[-1] > tokens > 0:
+            logits.add((width, out.shape[-1]))
+    return LargeProducts(frozenset(scores - matrices), frozenset(logits))

@@ -1,6 +1,9 @@
 """The data of a plan, and how it is computed. Reports, drawings and fixes are functions over it, in modules that import this one."""
 
 import dataclasses
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,7 +18,7 @@ from spmd.planner.cost import uncounted
 from spmd.planner.cudnn import cudnn_of
 from spmd.planner.hlo import parse
 from spmd.planner.memory import PREALLOCATED, Memory, memory_of
-from spmd.planner.model_flops import model_flops
+from spmd.planner.model_flops import LargeProducts, large_products, model_flops, trace_model
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
@@ -23,6 +26,8 @@ from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten, format_bytes
+
+LARGE = 0.1  # of a step's peak memory: an array that is worth a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +103,17 @@ def build_plan(
     """
     with cudnn_of(cluster.target):
         program = prepare_program(placed, batch)
-        useful = model_flops(program) / cluster.count
+        model = trace_model(program)
     mesh, data_axes, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.config.precision
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)
     traffic = traffic_of(module, mesh, cluster, data_axes)
     memory = memory_of(program, compiled, module, cluster.target)
     widened = precision if precision != "float32" and not compiled.exact else ""
-    timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=useful, widened=widened)
+    timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=model_flops(model) / cluster.count, widened=widened)
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
+    notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
     if widened:
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
     if unknown := uncounted(module):
@@ -115,6 +121,26 @@ def build_plan(
     if loops := module.unbounded_loops:
         notes.append(f"note: XLA does not know the trip count of {', '.join(loops[:3])}: counted once each.")
     return kind(cluster, mesh, program.rows, memory, traffic, timeline, program.schedules, compiled, tuple(notes), program)
+
+
+def _large_arrays(memory: Memory, layout: Layout, products: LargeProducts) -> list[str]:
+    """Notes on scores of attention, and on logits, that are among the largest temporaries, with what computes them in parts."""
+
+    def dims(array: str) -> list[int]:
+        return [int(size) for size in re.findall(r"\d+", array.partition("[")[2].partition("]")[0])]
+
+    large = [(size, array, where, dims(array)) for size, array, where in memory.largest if size >= LARGE * memory.peak]
+    plain = layout.attention.implementation in (None, "xla")
+    scores = [found for found in large if plain and any(not Counter(pair) - Counter(found[3]) for pair in products.scores)]
+    logits = [found for found in large if any(v in found[3] and math.prod(found[3]) > width * v for width, v in products.logits)]
+    return [
+        f"note: {what} are stored: {array}, {format_bytes(size)} of {format_bytes(memory.peak)}{f', in {where}' if where else ''}; {fix}."
+        for what, found, fix in (
+            ("all scores of attention", scores, '[attention] implementation = "auto" computes them in parts'),
+            ("the logits of all tokens", logits, "spmd.losses.cross_entropy_from_features computes them in parts"),
+        )
+        for size, array, where, _ in found[:1]
+    ]
 
 
 def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:
