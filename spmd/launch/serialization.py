@@ -4,12 +4,14 @@ An array that is sharded over processes is sent in shards, each by one process t
 has to hold all of it, and no process waits for another. Only a process and its own children use this, over sockets.
 """
 
+import collections
 import dataclasses
 import functools
 import io
 import pickle
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -51,14 +53,36 @@ def serialize_call(function: Callable[..., Any], args: Sequence[Any], options: M
     Raises:
       OptionError: a part of it cannot be sent; names the part.
     """
-    dumps = import_extra("cloudpickle", "notebooks").dumps
     try:
-        return dumps((function, tuple(args), dict(options)), protocol=pickle.HIGHEST_PROTOCOL)
+        return _dumps((function, tuple(args), dict(options)))
     except Exception as error:
         named = {"the function": function} | {f"argument {at}": arg for at, arg in enumerate(args)}
-        part = _first_unserializable(named | {f"argument {name}": arg for name, arg in options.items()}, dumps)
+        part = _first_unserializable(named | {f"argument {name}": arg for name, arg in options.items()}, _dumps)
         fix = "create what cannot be sent, such as open files, locks and meshes, inside the function."
         raise OptionError(f"{part} cannot be sent to other processes: {format_error(error)}.", fix=fix) from error
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _pickler()(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def _pickler() -> Any:
+    """cloudpickle's, which forgets (3.1.3) in which file or cell a function was written: tracebacks would lack its lines."""
+    base = import_extra("cloudpickle", "notebooks").Pickler
+
+    def reduce_code(code: types.CodeType) -> tuple:
+        return _make_code, (base.dispatch_table[types.CodeType](code)[1], code.co_filename)
+
+    class Pickler(base):
+        dispatch_table: ClassVar = collections.ChainMap({types.CodeType: reduce_code}, base.dispatch_table)
+
+    return Pickler
+
+
+def _make_code(arguments: tuple, filename: str) -> types.CodeType:
+    return types.CodeType(*arguments).replace(co_filename=filename)
 
 
 def serialize_result(value: Any, *, with_value: bool) -> tuple[bytes, dict[int, ShardedResult]]:
@@ -84,7 +108,7 @@ def _dump(value: Any, file: Any, with_value: bool) -> dict[int, ShardedResult]:
     """Pickle a result, and return this process's shards of the sharded arrays in it."""
     arrays = _Arrays(with_value)
 
-    class Pickler(import_extra("cloudpickle", "notebooks").Pickler):
+    class Pickler(_pickler()):
         def persistent_id(self, obj: Any) -> Any:
             return arrays.replacement(obj)
 
