@@ -92,6 +92,6 @@ def large_products(program: Program, jaxpr: Any) -> LargeProducts:
         width = math.prod(left.shape[dim] for dim in contracted)
         if batch and out.size > left.size + right.size and lengths & {*out.shape[-2:]}:
             scores.add(out.shape[-2:])
-        elif not batch and out.shape[-1] > WIDEST * width and 2 * out.size // out.shape[-1] > tokens > 0:
+        elif not batch and out.shape and out.shape[-1] > WIDEST * width and 2 * out.size // out.shape[-1] > tokens > 0:
             logits.add((width, out.shape[-1]))
     return LargeProducts(frozenset(scores - matrices), frozenset(logits))

@@ -27,8 +27,14 @@ def notes(attention, loss, vocab=VOCAB):
     return [note for note in plan.notes if "stored" in note]
 
 
+def penalized(model, batch):
+    """With a product of two vectors, whose result has no dims."""
+    scale = model.norm.scale[...]
+    return spmd.losses.cross_entropy(model, batch) + 0.01 * scale @ scale
+
+
 def test_what_the_notes_name_removes_them():
-    scores, logits = notes(None, spmd.losses.cross_entropy)
+    scores, logits = notes(None, penalized)
     assert scores.startswith("note: all scores of attention are stored: float32[") and f"{LENGTH}, {LENGTH}]" in scores
     assert scores.endswith('[attention] implementation = "auto" computes them in parts.')
     assert logits.startswith("note: the logits of all tokens are stored: float32[") and str(VOCAB) in logits
