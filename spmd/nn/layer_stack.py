@@ -117,7 +117,7 @@ class Microbatches:
 
 
 def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
-    """The layout's number of microbatches, or the most below it that divide the rows, preferably a multiple of a circle's stages.
+    """The layout's number of microbatches, or the most below it that divide the rows. By default, a circle's stages divide it if they can.
 
     Raises:
       ModelError: arrays that do not all have the same rows along dim 0.
@@ -130,7 +130,7 @@ def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
     rows, stages, declared = leaves[0].shape[0], parallel.stages, parallel.pipeline
     free = parallel.auto_row_axes(rows)
     rows //= math.prod(map(parallel.axis_size, free))
-    unit = stages if declared.groups > 1 else 1
+    unit = stages if declared.groups > 1 and declared.microbatches is None else 1
     # The default is never one row each: a draw for one row looks like one that all rows share (`spmd.rng.worker_key`).
     splits = parallel.row_splits
     most = declared.microbatches or min(MICROBATCHES * stages, max(unit, rows // splits // 2))

@@ -13,6 +13,8 @@ import spmd
 from spmd import Gradients, Layout, Pipeline
 from spmd.errors import CheckpointError, DataError, LayoutError, LossError, ModelError
 from spmd.layout.toml_reader import loads
+from spmd.nn.layer_stack import split_microbatches
+from spmd.nn.parallel_context import ParallelConfig
 from tests.nn.pipes import WIDTH, Block, relative_difference
 
 SLOW = pytest.mark.slow
@@ -290,6 +292,12 @@ def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
 
 
 @SLOW
+@pytest.mark.parametrize("declared, rows, count", [(None, 24, 12), (6, 24, 6), (5, 24, 4), (3, 12, 3), (None, 7, 1)])
+def test_a_circle_takes_the_microbatches_that_are_declared(declared, rows, count):
+    parallel = ParallelConfig(jax.sharding.AbstractMesh((4,), ("stage",)), pipeline=Pipeline("stage", "circular", declared, groups=2))
+    assert split_microbatches(parallel, jax.ShapeDtypeStruct((rows, 2), "float32")).count == count
+
+
 def test_schedules_are_those_of_a_step():
     """Of what a worker has after accumulation, whatever is evaluated meanwhile."""
     trainer, state, _ = trained(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b")), steps=0, accumulate=2)
