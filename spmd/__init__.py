@@ -19,6 +19,7 @@ _NAMES = {
     "spmd.layout.gradients": ("GradientRule", "Gradients"),
     "spmd.layout.compiler": ("Compiler",),
     "spmd.layout.model_parallel": ("Experts", "Pipeline", "Sequence"),
+    "spmd.layout.precision": ("Precision",),
     "spmd.layout.remat": ("Remat",),
     "spmd.layout.schema": ("Attention", "Default", "Layout", "Memory", "OptimizerState", "Rule"),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.layout.compiler import Compiler as Compiler
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients
     from spmd.layout.model_parallel import Experts as Experts, Pipeline as Pipeline, Sequence as Sequence
+    from spmd.layout.precision import Precision as Precision
     from spmd.layout.remat import Remat as Remat
     from spmd.layout.schema import (
         Attention as Attention,

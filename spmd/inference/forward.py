@@ -66,7 +66,7 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
         unflattened = jax.tree.unflatten(tree, arrays)
         computed = dataclasses.replace(unflattened, params=cast(unflattened.params, dtype))
         with parallel_scope(UNSHARDED):
-            return placed.given.bind(computed, Call(training=False, dtype=dtype))(inputs)
+            return placed.given.bind(computed, Call(training=False, dtype=dtype, products=placed.products))(inputs)
 
     shapes = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
     check_leaves(shapes, "the inputs")

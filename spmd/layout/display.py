@@ -5,6 +5,7 @@ from typing import Any
 
 from spmd.fields import changed_values
 from spmd.layout.gradients import GradientRule
+from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
 from spmd.render.html import Html, folded, framed, table
 from spmd.specs import spec_text
@@ -49,6 +50,7 @@ def _rows(layout: Layout) -> list[tuple[str, ...]]:
     gradients = {"reduction": layout.gradients.reduction, "codec": layout.gradients.codec, **changed_values(layout.gradients)}
     rows.append(("gradients", "all others" if layout.gradients.rules else "all", _words(gradients), "", ""))
     rows += [("remat", ", ".join(rule.modules), f"save {rule}", "", "") for rule in layout.remat.rules]
+    rows += [("precision", rule.path, f"products in {rule.products}", *_origin(rule)) for rule in layout.precision]
     changed = {name: _words(changed_values(getattr(layout, name))) for name in OTHERS}
     return [*rows, *((name, "", words, "", "") for name, words in changed.items() if words)]
 
@@ -57,7 +59,7 @@ def _rule(kind: str, rule: Rule) -> tuple[str, ...]:
     return (kind, rule.path, spec_text(rule.spec), *_origin(rule))
 
 
-def _origin(rule: Rule | GradientRule) -> tuple[str, str]:
+def _origin(rule: Rule | GradientRule | Precision) -> tuple[str, str]:
     """Exceptions and line."""
     return ", ".join(rule.except_), str(rule.line or "")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import jax
 
 from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
 from spmd.path_match import compiled
@@ -75,7 +76,7 @@ def num_shards(spec: Spec, mesh: MeshSpec) -> int:
     return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
 
 
-def matching_rules(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str) -> list[int]:
+def matching_rules(rules: tuple[Rule, ...] | tuple[GradientRule, ...] | tuple[Precision, ...], path: str) -> list[int]:
     """Indices of the rules that match `path`."""
     return [
         index

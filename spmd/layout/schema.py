@@ -10,6 +10,7 @@ from spmd.fields import names
 from spmd.layout.compiler import Compiler
 from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
+from spmd.layout.precision import Precision
 from spmd.layout.remat import Remat
 from spmd.specs import Entry, Spec, entry_axes
 from spmd.wire.server.declaration import ParameterServer
@@ -131,6 +132,7 @@ class Layout:
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
     attention: Attention = Attention()
+    precision: tuple[Precision, ...] = ()  # of products of weights: paths are of modules
     compiler: Compiler = Compiler()  # noqa: RUF009
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it

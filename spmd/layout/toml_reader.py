@@ -14,6 +14,7 @@ from spmd.fields import as_toml
 from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
+from spmd.layout.precision import PRODUCTS, Precision
 from spmd.layout.remat import Remat, remat_problems
 from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
 from spmd.layout.server import server_problems
@@ -141,6 +142,7 @@ class _Reader(Tables):
             sequence=sequence,
             experts=Experts(**self.fields(self.table(data, "experts"), "experts", Experts)),
             attention=self.attention(data),
+            precision=tuple(self.precision(*item) for item in self.items(data, "precision")),
             compiler=self.compiler(self.table(data, "compiler")),
         )
 
@@ -190,9 +192,7 @@ class _Reader(Tables):
         return remat
 
     def remat_rule(self, item: dict[str, Any], where: str, line: int | None) -> Remat:
-        for key in item:
-            if key not in (known := ("modules", "save", "offload")):
-                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
+        self.unknown_in_rule(item, ("modules", "save", "offload"), where, line)
         modules = item.get("modules", [])
         if not isinstance(modules, list) or not modules:
             self.problem(where, "has no modules.", 'such as  modules = ["encoder/layers"].', line)
@@ -311,14 +311,27 @@ class _Reader(Tables):
         return tuple(self.rule(*item) for item in self.items(table, key, section))
 
     def rule(self, item: dict[str, Any], where: str, line: int | None) -> Rule:
-        for key in item:
-            if key not in ("path", "spec", "except"):
-                fix = did_you_mean(key, ("path", "spec", "except"))
-                self.problem(f"{where}: unknown key {key}", "nothing reads it.", fix, line, "unknown_key")
+        self.unknown_in_rule(item, ("path", "spec", "except"), where, line)
         path, excepted = self.paths(item, where, line)
         if "spec" not in item:
             self.problem(where, "has no spec.", 'such as  spec = ["-", "model"].', line)
         return Rule(path, self.spec(item.get("spec", []), where, line), excepted, line)
+
+    def precision(self, item: dict[str, Any], where: str, line: int | None) -> Precision:
+        self.unknown_in_rule(item, ("path", "products", "except"), where, line)
+        path, excepted = self.paths(item, where, line)
+        products = item.get("products")
+        if products not in PRODUCTS:
+            why = f"no products {as_toml(products)}." if "products" in item else "has no products."
+            near = closest(str(products), PRODUCTS) or "float8"
+            self.problem(where, why, f'such as products = "{near}"; this version knows: {", ".join(PRODUCTS)}.', line)
+            products = near
+        return Precision(path, products, excepted, line)
+
+    def unknown_in_rule(self, item: dict[str, Any], known: tuple[str, ...], where: str, line: int | None) -> None:
+        for key in item:
+            if key not in known:
+                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
 
     def paths(self, item: dict[str, Any], where: str, line: int | None) -> tuple[str, tuple[str, ...]]:
         """The patterns of a rule: what it matches, and its exceptions."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from spmd.fields import as_toml, changed_values
 from spmd.layout.gradients import GradientRule
+from spmd.layout.precision import Precision
 from spmd.layout.schema import Batch, Layout, Rule
 from spmd.specs import spec_text
 
@@ -41,13 +42,16 @@ def dumps(layout: Layout) -> str:
     blocks += [_rule_lines("gradients.rules", rule) for rule in layout.gradients.rules]
     for remat in layout.remat.rules:
         blocks.append(["[[remat.rules]]", *(f"{key} = {_value(value)}" for key, value in changed_values(remat).items())])
+    blocks += [_rule_lines("precision", rule) for rule in layout.precision]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _rule_lines(header: str, rule: Rule | GradientRule) -> list[str]:
+def _rule_lines(header: str, rule: Rule | GradientRule | Precision) -> list[str]:
     lines = [f"[[{header}]]", f"path = {_value(rule.path)}"]
     if isinstance(rule, GradientRule):
         lines += [f"codec = {_value(rule.codec)}", *(f"{key} = {_value(value)}" for key, value in rule.options)]
+    elif isinstance(rule, Precision):
+        lines.append(f"products = {_value(rule.products)}")
     else:
         lines.append(f"spec = {spec_text(rule.spec)}")
     return [*lines, f"except = {_value(rule.except_)}"] if rule.except_ else lines

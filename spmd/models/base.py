@@ -42,7 +42,8 @@ class Call:
     of the computation, set on every layer that has no dtype: one float32 array among its inputs (BatchNorm's
     averages, an embedding) would otherwise turn it, and all layers after it, into float32. `remat` has patterns of submodules that are
     recomputed in the backward pass, with the policy of each. `output_hook` is asked by path of every
-    submodule that can be called, and gives what its outputs go through, or None.
+    submodule that can be called, and gives what its outputs go through, or None. `products` is asked by path of every layer that has a
+    `dot_general`, and gives the one to use.
     """
 
     training: bool
@@ -52,6 +53,7 @@ class Call:
     remat: tuple[tuple[str, Callable[..., Any]], ...] = ()
     dtype: Any = None
     output_hook: Callable[[str], Callable[[Any], Any] | None] = lambda path: None
+    products: Callable[[str, Any], Any] = lambda path, dot_general: dot_general
 
 
 class Model(abc.ABC):

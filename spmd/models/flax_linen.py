@@ -125,6 +125,8 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
             object.__setattr__(module, "axis_name", call.sync_axes or None)
         if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
             object.__setattr__(module, "dtype", call.dtype)
+        if isinstance(module, linen.Dense | linen.DenseGeneral):
+            object.__setattr__(module, "dot_general", call.products(path, module.dot_general_cls or module.dot_general))
         if path in active:  # called by `again`
             return next_fun(*args, **kwargs)
         change = call.output_hook(path) or (lambda outputs: outputs)

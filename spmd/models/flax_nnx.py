@@ -85,11 +85,13 @@ class NnxModel(Model):
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
         for path in self._frozen:
             modules[path].use_running_average = True  # type: ignore[attr-defined]
-        for sub in modules.values():
+        for path, sub in modules.items():
             if isinstance(sub, nnx.BatchNorm):
                 sub.axis_name = call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
             if call.dtype is not None and _follows_inputs(sub):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
+            if isinstance(sub, nnx.Linear | nnx.LinearGeneral):
+                sub.dot_general = call.products(path, sub.dot_general)
         callables = [path for path, sub in modules.items() if callable(sub)]
         matched: dict[str, list[str]] = {}  # patterns by path
         for pattern, _ in call.remat:

@@ -75,9 +75,10 @@ class Program:
             placed.given.check_workers()
         placed.model.check_remat(placed.resolved.layout.remat.patterns)
         check_remat(placed, self._jaxpr.jaxpr)
+        placed.products.check(seen.modules, placed.resolved.layout.source)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
         self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, placed.abstract_state.params)
-        self.notes += [*chosen, *memory_notes(placed.resolved.layout, placed.platform)]
+        self.notes += [*chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self._loss_names = (LOSS, *extra)
         self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
@@ -127,6 +128,7 @@ class Program:
             workers_per_position=exchange.worker_count // placed.resolved.workers if split else 1,
             unroll=self._unroll,
             dtype=self._dtype,
+            products=placed.products,
             rowwise=self._rowwise,
             split=split,
             parallel=self._parallel,
@@ -167,9 +169,11 @@ class Program:
         def make_step(placed: PlacedModel, rows: int) -> Step:
             return Program(placed, self.sample).make_step(rows, True)
 
-        return Comparison(
-            self.placed, self._train_objective, self.sample, parts_of(self.placed, self.make_step(self.rows, True)), make_step, self._jaxpr
-        )
+        placed, traced, parts = self.placed, self._jaxpr, parts_of(self.placed, self.make_step(self.rows, True))
+        if placed.resolved.layout.precision:  # of which float8 rounds gradients by other scales for other rows, and none joins rows
+            placed, traced = placed.with_layout(placed.mesh, dataclasses.replace(placed.resolved.layout, precision=())), None
+            placed.parallel.used.update(self.placed.parallel.used)
+        return Comparison(placed, self._train_objective, self.sample, parts, make_step, traced)
 
     @functools.cached_property
     def metric_rows(self) -> MetricRows:
@@ -268,7 +272,8 @@ class Program:
     def _bind_model(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
         variables = Variables(cast(gather_outside(self.sync, params), self._dtype), stats, rngs)
         activations = Activations(self.placed.resolved, self.placed.mesh)
-        return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype, output_hook=activations))
+        call = Call(training=False, dtype=self._dtype, output_hook=activations, products=self.placed.products)
+        return self.placed.model.bind(variables, call)
 
     def _evaluate(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
         with parallel_scope(self._outside):

@@ -42,7 +42,7 @@ def trace_objective(
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
         remat = module_policies(placed.resolved.layout.remat) if training else ()
         with parallel_scope(parallel):
-            call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen)
+            call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen, products=placed.products)
             return objective(placed.model.bind(variables, call), batch, key)
 
     variables = abstract(placed.abstract_state.variables)

@@ -33,6 +33,7 @@ from spmd.train.host_memory import check_memory
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype
+from spmd.train.products import Products
 from spmd.train.state import (
     Opening,
     State,
@@ -204,6 +205,11 @@ class PlacedModel:
     def exchange(self) -> GradientSync:
         """How gradients are reduced."""
         return GradientSync(self.resolved, MeshAxes(self.mesh, self.resolved.data_axes))
+
+    @functools.cached_property
+    def products(self) -> Products:
+        """How the products of weights are computed."""
+        return Products(self._fitted.layout.precision)
 
     @functools.cached_property
     def parallel(self) -> ParallelConfig:

@@ -60,6 +60,7 @@ class WorkerGradients:
     rowwise: bool = False  # the loss gives one value per row
     split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
+    products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
     training: bool = True  # False: the model in evaluation mode
 
     def position_gradients(
@@ -213,7 +214,7 @@ class WorkerGradients:
         remat = module_policies(self.sync.resolved.layout.remat)
         model_key, loss_key = jax.random.split(key)
         activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
-        call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations)
+        call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products)
         gather = LayerGather(self.sync, self.dtype, remat) if self.sync.layerwise else None
         with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=residuals)):
             bound = self.model.bind(Variables(params, stats, rngs), call)

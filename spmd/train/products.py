@@ -1,0 +1,97 @@
+"""The layout's `[[precision]]` in a step: layers that its rules match compute their products in a low precision."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+from spmd.errors import LayoutError, OptionError, Problem, closest, raise_problems
+from spmd.layout.precision import Precision
+from spmd.layout.resolve import matching_rules
+from spmd.nn.low_precision import low_precision_product, scope_of
+
+LAYERS = "nnx.Linear, nnx.LinearGeneral, linen.Dense or linen.DenseGeneral"
+
+
+class Products:
+    """What `Call.products` is: by a layer's path, the function for its products. It records what it was asked for."""
+
+    def __init__(self, rules: tuple[Precision, ...]):
+        self._rules = rules
+        self._functions: dict[str, Callable[..., jax.Array]] = {}  # by path
+        self._own: dict[str, str] = {}  # names of functions that the model gives to its layers, by path
+        self._layers: dict[str, None] = {}  # paths of layers that take such a function
+        self._called: set[str] = set()  # paths of layers that have computed a product by it
+
+    def __call__(self, path: str, given: Any) -> Any:
+        """The function for the products of the layer at `path`.
+
+        Args:
+          given: what the layer has as its `dot_general`; it is returned where no rule is for this layer.
+        """
+        self._layers[path] = None
+        rules = matching_rules(self._rules, path)
+        if not rules or given in self._functions.values():
+            return given
+        if given is not None and given is not jax.lax.dot_general:
+            self._own[path] = getattr(given, "__name__", type(given).__name__)
+            return given
+        if path not in self._functions:
+            self._functions[path] = self._recorded(path, low_precision_product(self._rules[rules[0]].products))
+        return self._functions[path]
+
+    def _recorded(self, path: str, product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def dot_general(*args: Any, **kwargs: Any) -> jax.Array:
+            self._called.add(path)
+            try:
+                with jax.named_scope(scope_of(path)):
+                    return product(*args, **kwargs)
+            except OptionError as error:
+                why = f"[[precision]]: {path}: {error.summary}"
+                raise LayoutError(why, fix=f'except = ["{path}"] in its rule, or {error.fix}') from error
+
+        return dot_general
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """The products that the rules ask for in every layer that has computed some, by path."""
+        return {path: self._rules[matching_rules(self._rules, path)[0]].products for path in self._layers if path in self._called}
+
+    def notes(self) -> list[str]:
+        """Layers that a rule matches, and whose products are computed by something else: a loss that multiplies by a head's kernel."""
+        left = [path for path in self._layers if matching_rules(self._rules, path) and path not in self._called]
+        return [f"note: [[precision]] leaves {', '.join(left)} as the model computes it, because the loss never calls it."] if left else []
+
+    def check(self, modules: Iterable[str], source: str) -> None:
+        """Hold the rules against the traced loss, whose model has these `modules`.
+
+        Raises:
+          LayoutError: with every rule that does nothing, or that contradicts another one.
+        """
+        raise_problems(LayoutError, f"{source} does not fit the model", list(self._problems(list(modules))))
+
+    def _problems(self, modules: list[str]) -> Iterator[Problem]:
+        for index, rule in enumerate(self._rules):
+            where = f'{f"line {rule.line}: " if rule.line else ""}[[precision]] rule {index + 1}, path "{rule.path}"'
+            layers = [path for path in self._layers if index in matching_rules(self._rules, path)]
+            twice = [path for path in layers if matching_rules(self._rules, path)[0] < index]
+            own = [path for path in layers if path in self._own]
+            if twice:
+                why = f"{twice[0]} has a rule already, rule {matching_rules(self._rules, twice[0])[0] + 1}."
+                yield Problem(where, [why], f'except = ["{twice[0]}"] in one of the two.', rule=index + 1, line=rule.line, kind="conflict")
+            elif own:
+                why = f"{own[0]} computes its products by a function of its own, {self._own[own[0]]}."
+                fix = f'except = ["{own[0]}"], or a model that does not set dot_general.'
+                yield Problem(where, [why], fix, rule=index + 1, line=rule.line, kind="conflict")
+            elif not any(path in self._called for path in layers):
+                others = [path for path in modules if path and index in matching_rules(self._rules, path)]
+                known = f"Layers that can: {', '.join(sorted(self._layers)[:6])}." if self._layers else "this model has no such layer."
+                if layers:
+                    why, fix = f"the loss never calls {layers[0]}.", "a layer that the loss calls as layer(x), or no such rule."
+                elif others:
+                    why, fix = f"it matches {', '.join(others[:3])}, and products can be replaced in {LAYERS} only.", known
+                else:
+                    near = closest(rule.path, self._layers)
+                    why, fix = "it matches no module of the model.", (f'did you mean "{near}"? ' if near else "") + known
+                kind = "conflict" if layers or others else "no_match"
+                yield Problem(where, [why], fix, rule=index + 1, line=rule.line, kind=kind)
