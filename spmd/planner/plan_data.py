@@ -17,6 +17,7 @@ from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
 from spmd.planner.cudnn import cudnn_of
 from spmd.planner.hlo import parse
+from spmd.planner.low_precision import precision_notes
 from spmd.planner.memory import PREALLOCATED, Memory, memory_of
 from spmd.planner.model_flops import LargeProducts, large_products, model_flops, trace_model
 from spmd.planner.target import Cluster
@@ -113,6 +114,7 @@ def build_plan(
     timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=model_flops(model) / cluster.count, widened=widened)
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
+    notes += precision_notes(module, placed.products.layers)
     notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
     if widened:
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
