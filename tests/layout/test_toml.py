@@ -85,6 +85,7 @@ def test_shipped_layout_names():
         "fsdp_bf16",
         "fsdp_pipeline_tensor",
         "fsdp_tensor_parallel",
+        "fsdp_transformer",
         "hierarchical_int8",
         "parameter_server",
         "parameter_server_async",
