@@ -116,21 +116,20 @@ class Case:
     layout: str = "fsdp"
     depth: int | None = None  # None: the model's own
     remat: bool = True  # each layer is recomputed in the backward pass
+    products: str | None = None  # in which dtype layers multiply; None: bfloat16, as everything
 
 
 CASES = [
     Case("124M", 8, "8xh100", "data_parallel"),
-    Case("124M", 32, "8xh100", "data_parallel"),
-    Case("1.3B", 4, "8xh100"),
-    Case("1.3B", 4, "8x8xh100"),
+    *(Case("124M", 32, target, "data_parallel") for target in ("8xh100", "8x8xh100", "64x8xh100")),
+    *(Case("1.3B", 4, target) for target in ("8xh100", "8x8xh100", "64x8xh100")),
     *(Case("7B", rows, "8x8xh100", layout) for layout in ("fsdp", "fsdp_bf16") for rows in (1, 8)),
+    Case("7B", 8, "8xh100"),
     Case("7B", 8, "64x8xh100"),
+    Case("7B", 8, "8x8xh100", products="float8"),
     *(Case("7B", 1, "8x8xh100", depth=depth) for depth in (16, 64)),
-    Case("Llama 8B", 1, "8x8xh100"),
-    Case("Llama 8B", 1, "64x8xh100"),
-    Case("Llama 8B", 1, "8x8xa100_80"),
-    Case("Llama 70B", 1, "8x8xa100_80"),
-    Case("Llama 70B", 1, "64x8xh100"),
+    *(Case("Llama 8B", 1, target) for target in ("8xh100", "8x8xh100", "64x8xh100", "8x8xa100_80")),
+    *(Case("Llama 70B", 1, target) for target in ("8xh100", "8x8xh100", "64x8xh100", "8x8xa100_80")),
 ]
 
 
@@ -144,6 +143,8 @@ def plan(case: Case) -> Any:
     layout = dataclasses.replace(spmd.Layout.load(case.layout), attention=spmd.Attention("auto"))
     if case.remat:
         layout = dataclasses.replace(layout, remat=spmd.Remat(modules=("blocks/layers",)))
+    if case.products:
+        layout = dataclasses.replace(layout, precision=(spmd.Precision("blocks/**", case.products),))
     return spmd.plan(
         lambda: size.kind(**sizes, rngs=nnx.Rngs(0)),
         {"tokens": tokens, "targets": tokens},
@@ -163,7 +164,7 @@ HEAD = "| model | devices | layout | rows each | step | HFU | MFU | peak | tempo
 def row(case: Case, plan: Any) -> str:
     """A line of the table."""
     times, memory = plan.timeline, plan.memory
-    name = case.model + (f", {case.depth} layers" if case.depth else "")
+    name = ", ".join([case.model, *([f"{case.depth} layers"] if case.depth else []), *([case.products] if case.products else [])])
     figures = [
         f"{times.seconds * 1e3:,.1f} ms",
         f"{times.hfu:.1%}",
