@@ -49,6 +49,7 @@ class Compiled:
       buffers: XLA's buffer assignment report; "" if it writes none.
       seconds: compile time, without tracing.
       options: the compiler options of the layout and of the platform, by XLA's names; an estimate by another compiler has none.
+      retried: XLA's error with these options alone, where it needed another one, which is among them; "" where it needed none.
     """
 
     compiler: str
@@ -58,6 +59,7 @@ class Compiled:
     buffers: str
     seconds: float
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    retried: str = ""
 
 
 def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
@@ -95,7 +97,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     _, distribution, _, kind = COMPILERS[platform]
     exact = platform == cluster.target.platform
-    options = program.compiler_options if exact else {}
+    options = dict(program.compiler_options) if exact else {}
     request = {
         "exported": fields | {"_get_vjp": None},  # a function, which cannot be pickled and is not called
         "donated": donated,
@@ -116,7 +118,8 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         raise CompileError(f"the compiled program is no longer in {folder}.", fix="try again; or another folder, in $SPMD_CACHE.")
     hlo, memory, buffers = files
     sizes = json.loads(memory)
-    return Compiled(compiler, exact, hlo, sizes, buffers, sizes.pop("seconds"), options)
+    options |= sizes.pop("options", {})
+    return Compiled(compiler, exact, hlo, sizes, buffers, sizes.pop("seconds"), options, sizes.pop("retried", ""))
 
 
 def check_timeout(timeout: float) -> None:

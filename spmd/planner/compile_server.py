@@ -29,6 +29,7 @@ from spmd.planner.compile_client import LOG
 from spmd.train.compiler_options import check_compiler_options
 
 IDLE = 60.0  # seconds
+TRITON, TRITON_ERROR = "xla_gpu_enable_triton_gemm", "Couldn't find output tile sizes"
 SIZES = ("argument", "output", "alias", "temp", "generated_code", "host_temp")  # of XLA's analysis of memory, in bytes
 
 
@@ -79,8 +80,15 @@ def _compile(folder: Path) -> None:
     on_host = any(aval.memory_space == jax.memory.Space.Host for aval in exported.in_avals)
     results: dict[str, Any] = {"out_shardings": list(exported.out_shardings_jax(mesh))} if on_host else {}
     lowered = jax.jit(exported.call, donate_argnums=request["donated"], **results).lower(*arguments)
-    started = time.perf_counter()
-    compiled = lowered.compile(compiler_options=request["options"] | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True})
+    dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+    started, retried = time.perf_counter(), {}
+    try:
+        compiled = lowered.compile(compiler_options=request["options"] | dump)
+    except jax.errors.JaxRuntimeError as error:
+        retried = without_triton(str(error), request["options"], os.environ.get("XLA_FLAGS", ""))
+        if not retried:
+            raise
+        compiled = lowered.compile(compiler_options=request["options"] | retried["options"] | dump)
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in SIZES}
@@ -88,7 +96,17 @@ def _compile(folder: Path) -> None:
     for report in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
         report.replace(folder / "buffers.txt")
     # last: it marks the results as complete
-    (folder / "memory.json").write_text(json.dumps(sizes | {"seconds": seconds}), encoding="utf-8")
+    (folder / "memory.json").write_text(json.dumps(sizes | retried | {"seconds": seconds}), encoding="utf-8")
+
+
+def without_triton(error: str, options: dict[str, Any], flags: str) -> dict[str, Any]:
+    """What to compile with instead, and why; empty where an error of XLA:GPU is about something else, or the user has chosen.
+
+    Without autotuning, which needs a GPU, XLA may choose a product in Triton that it cannot tile.
+    """
+    if TRITON_ERROR not in error or TRITON in options or TRITON in flags:
+        return {}
+    return {"options": {TRITON: False}, "retried": error.partition("\n")[0].partition(", metadata=")[0]}
 
 
 def _listen(folders: SimpleQueue[Path]) -> None:

@@ -87,11 +87,17 @@ def large_products(program: Program, jaxpr: Any) -> LargeProducts:
     for equation in equations(jaxpr):
         if equation.primitive.name != "dot_general":
             continue
-        (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-        (left, right), out = (variable.aval for variable in equation.invars), equation.outvars[0].aval
-        width = math.prod(left.shape[dim] for dim in contracted)
-        if batch and out.size > left.size + right.size and lengths & {*out.shape[-2:]}:
-            scores.add(out.shape[-2:])
+        contracted, batches = equation.params["dimension_numbers"]
+        sides, out = [variable.aval for variable in equation.invars], equation.outvars[0].aval
+        width = math.prod(sides[0].shape[dim] for dim in contracted[0])
+        # of what is multiplied, the longest dim that is left: a query's group of heads may be a dim of its own
+        pair = tuple(
+            max((size for dim, size in enumerate(side.shape) if dim not in {*summed, *batch}), default=1)
+            for side, summed, batch in zip(sides, contracted, batches, strict=True)
+        )
+        batch = batches[0]
+        if batch and out.size > sum(side.size for side in sides) and lengths & {*pair}:
+            scores.add(pair)
         elif not batch and out.shape and out.shape[-1] > WIDEST * width and 2 * out.size // out.shape[-1] > tokens > 0:
             logits.add((width, out.shape[-1]))
     return LargeProducts(frozenset(scores - matrices), frozenset(logits))

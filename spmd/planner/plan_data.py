@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from spmd.errors import OptionError, did_you_mean
+from spmd.fields import as_toml
 from spmd.layout.compiler import compiler_notes
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
@@ -21,13 +22,14 @@ from spmd.planner.low_precision import precision_notes
 from spmd.planner.memory import PREALLOCATED, Memory, memory_of
 from spmd.planner.model_flops import LargeProducts, large_products, model_flops, trace_model
 from spmd.planner.target import Cluster
-from spmd.planner.timeline import Timeline, timeline_of
+from spmd.planner.timeline import Timeline, Wait, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
 from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten, format_bytes
 
+WORTH_A_NOTE, SHOWN_WAITS = 0.02, 3  # of a step's time; and of its collectives
 LARGE = 0.1  # of a step's peak memory: an array that is worth a note
 
 
@@ -114,6 +116,11 @@ def build_plan(
     timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=model_flops(model) / cluster.count, widened=widened)
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
+    if compiled.retried:
+        added = ", ".join(f"{name}={as_toml(value)}" for name, value in compiled.options.items() if name not in program.compiler_options)
+        notes.append(f"note: compiled with {added}, because XLA, which tunes nothing without a GPU, failed: {compiled.retried}.")
+    overlaps = compiled.exact and placed.platform != "cpu"  # XLA:CPU runs every collective synchronously
+    notes += [*(_waits(timeline) if overlaps else []), *_rematerialized(timeline)]
     notes += precision_notes(module, placed.products.layers)
     notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
     if widened:
@@ -143,6 +150,34 @@ def _large_arrays(memory: Memory, layout: Layout, products: LargeProducts) -> li
         )
         for size, array, where, _ in found[:1]
     ]
+
+
+def _waits(timeline: Timeline) -> list[str]:
+    """Notes on the collectives that take the most of a step because nothing hides them, each with the reason."""
+    groups: dict[tuple, list[Wait]] = {}
+    for wait in timeline.waits:
+        groups.setdefault((wait.transfer.kind, wait.transfer.purpose, wait.transfer.where, wait.transfer.asynchronous), []).append(wait)
+    lines = []
+    for (kind, purpose, where, asynchronous), waits in groups.items():
+        exposed, times = sum(wait.exposed for wait in waits), sum(wait.times for wait in waits)
+        if exposed < WORTH_A_NOTE * timeline.seconds or len(lines) == SHOWN_WAITS:
+            continue
+        beside = sum(wait.beside * wait.times for wait in waits) / times
+        reason = "XLA runs it synchronously" if not asynchronous else "the next operation needs it"
+        if asynchronous and beside:
+            needed = beside + exposed / times
+            reason = f"{beside * 1e3:,.3g} ms of computation are scheduled beside it, and it takes {needed * 1e3:,.3g} ms"
+        often = f"{times} times, " if times > 1 else ""
+        lines.append(f"note: {kind} of {purpose} ({where}) is waited for: {often}{exposed * 1e3:,.3g} ms of a step; {reason}.")
+    return lines
+
+
+def _rematerialized(timeline: Timeline) -> list[str]:
+    """A note on operations that XLA repeats to save memory."""
+    if timeline.rematerialized < WORTH_A_NOTE * timeline.seconds:
+        return []
+    took = f"{timeline.rematerialized * 1e3:,.3g} ms of a step"
+    return [f"note: XLA computes some results twice to save memory, which takes {took}; [remat] or more microbatches say which, and where."]
 
 
 def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:

@@ -144,7 +144,9 @@ def _where(leaf: Any) -> str:
 
 def to_json(plan: PlanData) -> str:
     """All figures of a plan, as JSON."""
-    times = {field.name: getattr(plan.timeline, field.name) for field in dataclasses.fields(Timeline) if field.name != "spans"}
+    times = {
+        field.name: getattr(plan.timeline, field.name) for field in dataclasses.fields(Timeline) if field.name not in ("spans", "waits")
+    }
     names = ("purpose", "kind", "axes", "group", "arrays", "times", "sent", "asynchronous", "where")
     transfers = [{name: getattr(transfer, name) for name in names} for transfer in plan.traffic.transfers]
     figures = {
@@ -158,7 +160,13 @@ def to_json(plan: PlanData) -> str:
         "fits": plan.fits,
         "memory": plan.memory.per_device,
         "traffic": [transfer | {"arrays": [str(array) for array in transfer["arrays"]]} for transfer in transfers],
-        "timeline": times | {"mfu": plan.timeline.mfu, "hfu": plan.timeline.hfu, "limit": plan.timeline.limit},
+        "timeline": times
+        | {
+            "waits": [dataclasses.asdict(wait) for wait in plan.timeline.waits],
+            "mfu": plan.timeline.mfu,
+            "hfu": plan.timeline.hfu,
+            "limit": plan.timeline.limit,
+        },
         "notes": list(plan.notes),
     }
     return json.dumps(figures, indent=1)

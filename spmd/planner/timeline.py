@@ -17,6 +17,8 @@ from spmd.planner.target import Cluster
 from spmd.planner.traffic import Partitioned, Transfer
 
 LIMITS = {"matrix products": "products", "memory": "memory", "launch overhead": "launches", "exposed communication": "exposed"}
+REMATERIALIZED = ".remat"  # in the names of operations that XLA repeats to save memory
+ADDED = ("compute", "products", "memory", "launches", "exposed", "communicated", "host_seconds", "host_bytes", "rematerialized")
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "collective_permute": 1}
 
 
@@ -29,6 +31,23 @@ class Span:
     begin: float
     end: float
     communicates: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Communication that computation does not hide, of one collective of the program.
+
+    Attributes:
+      transfer: the collective.
+      times: how often it runs in a step.
+      exposed: seconds of a step that it is waited for.
+      beside: seconds of computation that are scheduled between its start and its end, each time.
+    """
+
+    transfer: Transfer
+    times: int
+    exposed: float
+    beside: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +64,8 @@ class Timeline:
       model_flops: the part of them that the model asks for, however it is sharded: its products, forward and backward.
       peak: the device's peak, in FLOPs per second, for the dtype with the most FLOPs.
       spans: the schedule of the entry computation; a loop is one span.
+      waits: collectives that are not hidden, those that take the most of the step first.
+      rematerialized: seconds of computation that XLA repeats, on its own account, to save memory.
     """
 
     seconds: float
@@ -59,6 +80,8 @@ class Timeline:
     spans: tuple[Span, ...]
     host_seconds: float = 0.0
     host_bytes: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    rematerialized: float = 0.0
 
     @property
     def mfu(self) -> float:
@@ -95,6 +118,8 @@ class _Clock:
     communicated: float = 0.0
     host_seconds: float = 0.0
     host_bytes: float = 0.0
+    rematerialized: float = 0.0
+    waits: list[Wait] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = dataclasses.field(default_factory=list)
 
@@ -113,7 +138,12 @@ def timeline_of(
     hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
     computing = clock.products, clock.memory, clock.launches
     spans, host = tuple(clock.spans), (clock.host_seconds, clock.host_bytes)
-    return Timeline(clock.compute, *computing, clock.exposed, hidden, flops, min(model_flops, flops), peak, spans, *host)
+    waits = tuple(sorted(clock.waits, key=lambda wait: -wait.exposed))
+    counted = flops, min(model_flops, flops), peak
+    return Timeline(clock.compute, *computing, clock.exposed, hidden, *counted, spans, *host, waits, clock.rematerialized)
+
+
+_Pending = dict[str, tuple[float, float, Transfer | None]]  # by name of the start: when it ends, when it was started, and what it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +152,7 @@ class _Schedule(Partitioned):
 
     def run(self, name: str) -> _Clock:
         """Simulate a computation."""
-        clock, pending = _Clock(), {}
+        clock, pending = _Clock(), _Pending()
         for instr in self.module.computations.get(name, ()):
             began = clock.compute
             if collective_kind(instr.op):
@@ -137,6 +167,8 @@ class _Schedule(Partitioned):
                 elif instr.op not in FREE and not instr.op.endswith("-update"):
                     launch = 0.0 if instr.op == "iota" else self.cluster.target.achieved.launch
                     self._compute(clock, cost_of(self.module, name, instr), launch)
+                if REMATERIALIZED in instr.name:
+                    clock.rematerialized += clock.compute - began
                 if clock.compute > began:
                     clock.spans.append(Span(instr.name, instr.scope, began, clock.compute, False))
         return clock
@@ -155,7 +187,7 @@ class _Schedule(Partitioned):
         for dtype, count in cost.flops.items():
             clock.flops[dtype] += count
 
-    def _copy(self, clock: _Clock, pending: dict[str, float], name: str, instr: Instruction, size: float) -> None:
+    def _copy(self, clock: _Clock, pending: _Pending, name: str, instr: Instruction, size: float) -> None:
         """A copy between device and host, or an instruction that reads or writes the host's memory."""
         target = self.cluster.target
         bandwidth = (target.host_bandwidth or math.inf) * target.achieved.link
@@ -166,13 +198,13 @@ class _Schedule(Partitioned):
         clock.communicated += clock.host_link - begin
         clock.spans.append(Span(instr.name, instr.scope, begin, clock.host_link, True))
         if instr.op.endswith("-start"):
-            pending[instr.name] = clock.host_link
+            pending[instr.name] = clock.host_link, clock.compute, None
             return
         self._compute(clock, cost_of(self.module, name, instr), target.achieved.launch)
         clock.exposed += max(clock.host_link - clock.compute, 0.0)
         clock.compute = max(clock.compute, clock.host_link)
 
-    def _begin(self, clock: _Clock, pending: dict[str, float], name: str, instr: Instruction) -> None:
+    def _begin(self, clock: _Clock, pending: _Pending, name: str, instr: Instruction) -> None:
         transfer = self.transfer(name, instr)
         if transfer.group <= 1:
             return
@@ -181,23 +213,33 @@ class _Schedule(Partitioned):
         clock.communicated += clock.link - begin
         clock.spans.append(Span(instr.name, transfer.where, begin, clock.link, True))
         if transfer.asynchronous:
-            pending[instr.name] = clock.link
+            pending[instr.name] = clock.link, clock.compute, transfer
         else:
-            clock.exposed += clock.link - clock.compute
-            clock.compute = clock.link
+            self._wait(clock, clock.link, clock.compute, transfer)
 
-    def _end(self, clock: _Clock, pending: dict[str, float], instr: Instruction) -> None:
-        done = max((pending.pop(name) for name in instr.operands if name in pending), default=0.0)
-        clock.exposed += max(done - clock.compute, 0.0)
-        clock.compute = max(clock.compute, done)
+    def _end(self, clock: _Clock, pending: _Pending, instr: Instruction) -> None:
+        for name in instr.operands:
+            if name in pending:
+                self._wait(clock, *pending.pop(name))
+
+    def _wait(self, clock: _Clock, done: float, started: float, transfer: Transfer | None) -> None:
+        """Advance to the end of a communication."""
+        if done <= clock.compute:
+            return
+        exposed = done - clock.compute
+        clock.exposed += exposed
+        if transfer is not None:
+            clock.waits.append(Wait(transfer, 1, exposed, clock.compute - started))
+        clock.compute = done
 
     def _nested(self, clock: _Clock, name: str, instr: Instruction) -> None:
         if instr.op == "while":
             inner, times = self.run(instr.called_as("body")), self.module.trip_count(name, instr) or 1
         else:
             inner, times = max((self.run(called) for called in instr.called), key=lambda branch: branch.compute, default=_Clock()), 1
-        for field in ("compute", "products", "memory", "launches", "exposed", "communicated", "host_seconds", "host_bytes"):
+        for field in ADDED:
             setattr(clock, field, getattr(clock, field) + times * getattr(inner, field))
+        clock.waits += [dataclasses.replace(wait, times=times * wait.times, exposed=times * wait.exposed) for wait in inner.waits]
         clock.link = max(clock.link, clock.compute if inner.communicated else clock.link)
         clock.host_link = max(clock.host_link, clock.compute if inner.host_seconds else clock.host_link)
         for dtype, count in inner.flops.items():

@@ -1,0 +1,102 @@
+"""What XLA makes of a step, as plans say it: communication that nothing hides, results computed twice, products that need another option."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.mesh import MeshSpec
+from spmd.planner.compile import PLUGIN
+from spmd.planner.compile_server import TRITON, TRITON_ERROR, without_triton
+from spmd.planner.hlo import parse
+from spmd.planner.plan_data import _rematerialized, _waits
+from spmd.planner.target import Cluster
+from spmd.planner.timeline import timeline_of
+
+MESH, CLUSTER = MeshSpec.parse("data=8"), Cluster.parse("8xh100")
+NEEDS_COMPILER = pytest.mark.skipif(
+    importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'"
+)
+GATHER = '(f32[4194304]{0}, f32[33554432]{0}) all-gather-start(%v), replica_groups=[1,8]<=[8], metadata={op_name="gather_params/gather"}'
+PROGRAM = f"""HloModule m, num_partitions=8
+
+ENTRY %main (v: f32[4194304], a: f32[1024,1024]) -> f32[1024,1024] {{
+  %v = f32[4194304]{{0}} parameter(0)
+  %a = f32[1024,1024]{{1,0}} parameter(1)
+  %start = {GATHER}
+  %done = f32[33554432]{{0}} all-gather-done(%start)
+  %b.remat = f32[1024,1024]{{1,0}} dot(%a, %a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %second = {GATHER}
+  %c = f32[1024,1024]{{1,0}} dot(%a, %b.remat), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %end = f32[33554432]{{0}} all-gather-done(%second)
+  %sum = f32[4194304]{{0}} reduce-scatter(%done), replica_groups=[1,8]<=[8], dimensions={{0}}, metadata={{op_name="reduce_gradients/psum_scatter"}}
+  ROOT %d = f32[1024,1024]{{1,0}} dot(%c, %a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""
+
+
+def test_waits_add_up_and_say_why():
+    times = timeline_of(parse(PROGRAM), MESH, CLUSTER, ("data",))
+    assert sum(wait.exposed for wait in times.waits) == pytest.approx(times.exposed)
+    first, second = [wait for wait in times.waits if wait.transfer.kind == "all_gather"]
+    product = times.products / 3 + times.launches / 3
+    assert first.beside == 0 and second.beside == pytest.approx(product) and second.exposed == pytest.approx(first.exposed - product)
+    gathers, sums = _waits(times)
+    gathers, sums = (gathers, sums) if "all_gather" in gathers else (sums, gathers)
+    assert gathers.startswith("note: all_gather of parameters (gather_params/gather) is waited for: 2 times, ")
+    assert gathers.endswith(
+        f"{second.beside * 500:,.3g} ms of computation are scheduled beside it, and it takes {first.exposed * 1e3:,.3g} ms."
+    )
+    assert sums.endswith("; XLA runs it synchronously.")
+    hidden = PROGRAM.replace("[1024,1024]", "[16384,16384]")
+    assert [wait.transfer.kind for wait in timeline_of(parse(hidden), MESH, CLUSTER, ("data",)).waits].count("all_gather") == 1
+
+
+def test_what_xla_computes_twice():
+    times = timeline_of(parse(PROGRAM), MESH, CLUSTER, ("data",))
+    assert times.rematerialized == pytest.approx(times.products / 3 + times.launches / 3)
+    large = timeline_of(parse(PROGRAM.replace("[1024,1024]", "[16384,16384]")), MESH, CLUSTER, ("data",))
+    (note,) = _rematerialized(large)
+    assert f"takes {large.rematerialized * 1e3:,.3g} ms of a step" in note
+    assert _rematerialized(timeline_of(parse(PROGRAM.replace(".remat", "")), MESH, CLUSTER, ("data",))) == []
+
+
+def test_only_a_product_that_triton_cannot_tile_is_compiled_again():
+    error = f"INTERNAL: {TRITON_ERROR} that satisfy hlo: %dot = f32[3,3] dot(%a, %b), metadata={{op_name=...}}\nmore"
+    assert without_triton(error, {}, "") == {
+        "options": {TRITON: False},
+        "retried": f"INTERNAL: {TRITON_ERROR} that satisfy hlo: %dot = f32[3,3] dot(%a, %b)",
+    }
+    assert not without_triton("INTERNAL: something else", {}, "")
+    assert not without_triton(error, {TRITON: True}, "") and not without_triton(error, {}, f"--{TRITON}=true")
+
+
+class ViT(nnx.Module):
+    """A block on 197 tokens for each image."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.attention = nnx.MultiHeadAttention(12, 768, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(768, 3072, rngs=rngs), nnx.Linear(3072, 768, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return (x + self.down(nnx.gelu(self.up(x)))).mean((1, 2))
+
+
+@NEEDS_COMPILER
+@pytest.mark.system
+def test_a_program_that_triton_cannot_tile():
+    batch = jax.ShapeDtypeStruct((512, 197, 768), jnp.float32)
+    options = {"loss": lambda model, batch: model(batch) ** 2, "optimizer": optax.sgd(0.1), "precision": "bfloat16", "target": "1xa100_80"}
+    plan = spmd.plan(lambda: ViT(), batch, **options)
+    assert plan.compiled.options[TRITON] is False and TRITON_ERROR in plan.compiled.retried
+    assert any(note.startswith(f"note: compiled with {TRITON}=false, because XLA, which tunes nothing") for note in plan.notes)
+    chosen = dataclasses.replace(spmd.Layout.load("data_parallel"), compiler=spmd.Compiler(options={TRITON: True}))
+    with pytest.raises(spmd.SpmdError, match=TRITON_ERROR):
+        spmd.plan(lambda: ViT(), batch, layout=chosen, **options)
