@@ -1,4 +1,4 @@
-"""What XLA makes of a step, as plans say it: communication that nothing hides, results computed twice, products that need another option."""
+"""What XLA makes of a step, as plans say it: collectives that nothing hides, results computed twice, products that need another option."""
 
 import dataclasses
 import importlib.util
@@ -23,6 +23,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
     importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'"
 )
 GATHER = '(f32[4194304]{0}, f32[33554432]{0}) all-gather-start(%v), replica_groups=[1,8]<=[8], metadata={op_name="gather_params/gather"}'
+SCATTER = 'f32[4194304]{0} reduce-scatter(%done), replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="reduce_gradients/scatter"}'
 PROGRAM = f"""HloModule m, num_partitions=8
 
 ENTRY %main (v: f32[4194304], a: f32[1024,1024]) -> f32[1024,1024] {{
@@ -34,7 +35,7 @@ ENTRY %main (v: f32[4194304], a: f32[1024,1024]) -> f32[1024,1024] {{
   %second = {GATHER}
   %c = f32[1024,1024]{{1,0}} dot(%a, %b.remat), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   %end = f32[33554432]{{0}} all-gather-done(%second)
-  %sum = f32[4194304]{{0}} reduce-scatter(%done), replica_groups=[1,8]<=[8], dimensions={{0}}, metadata={{op_name="reduce_gradients/psum_scatter"}}
+  %sum = {SCATTER}
   ROOT %d = f32[1024,1024]{{1,0}} dot(%c, %a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 """
