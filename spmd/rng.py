@@ -7,6 +7,7 @@ So dropout differs between workers, and is the same, bit for bit, on one device,
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,24 +46,70 @@ def part_key(key: jax.Array, part: Any, parts: int, *, rows: int) -> jax.Array:
     return jax.random.wrap_key_data(_tagged(data[:2], number), impl=_implementation(rows, known[1] * parts))
 
 
-def tile_bits(key: jax.Array, shape: tuple[int, ...], start: tuple[Any, ...], tile: tuple[int, ...]) -> jax.Array:
-    """uint32[tile]: what `jax.random.bits(key, shape)` has from `start` on, without the rest; starts may be traced.
+def first_count(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint32[4]: threefry's two words, and the number of the first element of `jax.random.bits(key, shape)` among all that it draws.
 
-    `key` is a threefry key, or one that `worker_key` made of one. With a key of another kind, bits depend on the tiles.
+    `key` is a threefry key, one that `worker_key` made of one, or a plain array of `jax.random.PRNGKey`. A key of another kind draws the
+    words of a threefry key first.
     """
-    data, words = jax.random.key_data(key), tuple(jnp.asarray(first, jnp.uint32) for first in start)
-    sizes = _SIZES.get(jax.random.key_impl(key))
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    data, sizes = jax.random.key_data(key), _SIZES.get(jax.random.key_impl(key))
     if sizes is None and jax.random.key_impl(key) != _THREEFRY:
-        return jax.random.bits(functools.reduce(jax.random.fold_in, words, key), tile)
-    index = (jnp.uint32(0), jnp.uint32(0))
+        data = jax.random.bits(key, (2,))
+    worker = jnp.uint32(0)
     if sizes is not None and shape[0] % sizes[0] == 0:
-        index = _product(jnp.where(data[2] == _ROW, jnp.uint32(0), data[2]), math.prod(shape))
-    for dim, (first, size) in enumerate(zip(words, tile, strict=True)):
-        place = first + lax.broadcasted_iota(jnp.uint32, (size, *[1] * (len(tile) - dim - 1)), 0)
-        index = _sum(index, _product(place, math.prod(shape[dim + 1 :])))
-    high, low = (jnp.broadcast_to(word, tile) for word in index)
-    first, second = jax_random.threefry2x32_p.bind(data[0], data[1], high, low)
+        worker = jnp.where(data[2] == _ROW, jnp.uint32(0), data[2])
+    return jnp.stack([data[0], data[1], *_product(worker, math.prod(shape))])
+
+
+def advance(count: jax.Array, *steps: tuple[Any, int]) -> jax.Array:
+    """`first_count` of the element that is the sum of `place * stride` further on; places may be traced."""
+    return jnp.stack([count[0], count[1], *_counted((count[2], count[3]), steps)])
+
+
+def bits_at(count: Any, *steps: tuple[jax.Array, int], threefry: Callable[..., Any] = jax_random.threefry2x32_p.bind) -> jax.Array:
+    """uint32: what `jax.random.bits` draws for the elements that are the sum of `place * stride` after the first one.
+
+    Args:
+      count: of the first element, from `first_count`.
+      steps: (places, stride) for each dim; the arrays of places are broadcast together.
+      threefry: a kernel needs `threefry_rounds`, which has no primitive of its own.
+
+    >>> count = first_count(jax.random.key(0), (2, 3))
+    >>> (bits_at(count, (jnp.arange(2)[:, None], 3), (jnp.arange(3), 1)) == jax.random.bits(jax.random.key(0), (2, 3))).all().item()
+    True
+    """
+    words = _counted((count[2], count[3]), steps)
+    shape = jnp.broadcast_shapes(*(word.shape for word in words))
+    first, second = threefry(count[0], count[1], *(jnp.broadcast_to(word, shape) for word in words))
     return first ^ second
+
+
+def threefry_rounds(key_high: Any, key_low: Any, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), in elementwise operations.
+
+    In a loop, because Triton (of jaxlib 0.10.2) takes exponential time to look through the rounds one after the other.
+    """
+    keys = (key_high, key_low, key_high ^ key_low ^ np.uint32(0x1BD11BDA))
+
+    def four_rounds(block: Any, state: tuple) -> tuple:
+        high, low, one, two, three = state
+        for even, odd in ((13, 17), (15, 29), (26, 16), (6, 24)):
+            turn = jnp.where(lax.rem(block, jnp.int32(2)) == 0, np.uint32(even), np.uint32(odd))
+            high = high + low
+            low = high ^ ((low << turn) | (low >> (np.uint32(32) - turn)))
+        return high + two, low + three + (block + 1).astype(jnp.uint32), two, three, one
+
+    high, low, *_ = lax.fori_loop(0, 5, four_rounds, (high + keys[0], low + keys[1], *keys))
+    return high, low
+
+
+def _counted(count: tuple[Any, Any], steps: tuple[tuple[Any, int], ...]) -> tuple[Any, Any]:
+    """A number of two words, plus the sum of `place * stride`."""
+    for place, stride in steps:
+        count = _sum(count, _product(jnp.asarray(place).astype(jnp.uint32), stride))
+    return count
 
 
 def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +123,7 @@ def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     return twos + (crossed[0] >> half) + (crossed[1] >> half) + (middle >> half) + x * high, x * np.uint32(low)
 
 
-def _sum(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _sum(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
     """The sum of two numbers of two words each."""
     low = a[1] + b[1]
     return a[0] + b[0] + (low < b[1]).astype(jnp.uint32), low

@@ -12,13 +12,11 @@ from spmd.errors import DataError, LayoutError, OptionError, did_you_mean
 from spmd.layout.fixes import near_multiples
 from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.nn.attention_kernels import KERNELS, Attend, choose
-from spmd.nn.chunked_attention import ScoreArrays, Scoring
 from spmd.nn.constraints import manual_axes
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
+from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, on_this_device, with_dropout
 from spmd.tree import describe
-
-RING_OPTIONS = {"a causal mask", "a key mask"}
 
 
 def attention(
@@ -76,11 +74,14 @@ def attention(
       Array([0., 1., 2., 3.], dtype=float32)
     """
     segments = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
-    arrays = ScoreArrays(_four_dims(mask), _four_dims(bias), key_mask, key_lengths, segments, dropout_key if dropout else None)
+    arrays = ScoreArrays(_four_dims(mask), _four_dims(bias), key_mask, key_lengths, segments)
     _check(query, key, value, arrays)
     _check_dropout(dropout, dropout_key)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scoring = Scoring(scale, causal, _window(window), soft_cap, dropout)
+    if dropout and dropout_key is not None:
+        scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        scoring, arrays = with_dropout(scoring, arrays, dropout_key, scores)
     return attend(Attend(scoring, query, key, value, arrays), implementation)
 
 
@@ -153,42 +154,66 @@ class _Sharded:
         query, key, value = local(call.query, call.query.shape[2]), local(call.key, self.groups), local(call.value, self.groups)
         return dataclasses.replace(call, query=query, key=key, value=value)
 
+    @property
+    def repeated(self) -> Inputs:
+        """The arrays, with as many groups as devices need."""
+        call, repeats = self.full, self.groups // self.full.key.shape[2]
+        key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (call.key, call.value))
+        return call.inputs._replace(key=key, value=value)
+
     def run(self, function: Any) -> jax.Array:
         """`function` of the attention on each device's shards, in a region in which all mesh axes are manual."""
-        call = self.full
+        call, rows, heads = self.full, self.rows or None, self.heads or None
         if not self.axes:
             return function(call)
-        repeats = self.groups // call.key.shape[2]
-        key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (call.key, call.value))
-        by_head, by_row = PartitionSpec(self.rows or None, None, self.heads or None), PartitionSpec(self.rows or None)
+        inputs, by_head = self.repeated, PartitionSpec(rows, None, heads)
 
-        def on_shards(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> jax.Array:
-            if call.arrays.segments is not None and call.arrays.segments[0] is call.arrays.segments[1]:
-                arrays = arrays._replace(segments=(arrays.segments[0],) * 2)  # type: ignore[index]
+        def of_scores(x: jax.Array | None) -> PartitionSpec | None:
+            return None if x is None else PartitionSpec(rows if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None)
+
+        arrays = call.arrays
+        by_row = jax.tree.map(lambda _: PartitionSpec(rows), arrays)
+        specs = by_row._replace(
+            mask=of_scores(arrays.mask), bias=of_scores(arrays.bias), count=None if arrays.count is None else PartitionSpec()
+        )
+
+        def on_shards(*shards: Any) -> jax.Array:
+            query, key, value, arrays = on_this_device(call.scoring, Inputs(*shards), self.rows, self.heads)
+            if arrays.segments is not None and call.arrays.segments[0] is call.arrays.segments[1]:  # type: ignore[index]
+                arrays = arrays._replace(segments=(arrays.segments[0],) * 2)
             return function(Attend(call.scoring, query, key, value, arrays))
 
-        run = self.parallel.shard_map(self.axes, on_shards, (by_head, by_head, by_head, by_row), by_head)
-        return run(call.query, key, value, call.arrays)
+        return self.parallel.shard_map(self.axes, on_shards, (by_head, by_head, by_head, specs), by_head)(*inputs)
 
 
 def _ring(parallel: ParallelConfig, axis: str, call: Attend, implementation: str | None) -> jax.Array:
     """Attention over a sequence that is sharded over `axis`."""
-    query, key, scoring = call.query, call.key, call.scoring
     where = f'attention ([sequence] axis = "{axis}", {parallel.axis_size(axis)} devices)'
-    wanted = implementation or parallel.attention or "auto"
-    if wanted not in ("auto", "chunked"):
-        raise OptionError(f'{where}: implementation = "{wanted}": the ring computes tiles of its own.', fix='implementation = "auto".')
-    if refused := [option for option in call.options if option not in RING_OPTIONS]:
+    if refused := [option for option in call.options if option in ("a mask", "a bias")]:
         fix = "a layout without [sequence], or attention without them."
         raise OptionError(f"{where}: the ring does not take {', '.join(refused)}.", fix=fix)
-    causal = scoring.causal
-    balanced = causal and parallel.sequence.order == "balanced"
-    ring = Ring(parallel, axis, parallel.auto_row_axes(query.shape[0]), causal, 2 if balanced else 1, scoring.scale)
-    _check_lengths(where, ring, query, key)
-    (rows, length, _, size), groups = query.shape, key.shape[2]
-    arrays = (query.reshape(rows, length, groups, -1, size), key, call.value, call.arrays.key_mask)
-    out: Any = ring_attention(ring, *(ring.run(into_ring, *arrays) if balanced else arrays))
-    return (ring.run(out_of_ring, out) if balanced else out).reshape(query.shape)
+    wanted, platform = implementation or parallel.attention or "auto", parallel.platform or jax.default_backend()
+    local = _Sharded(parallel, call)
+    name, reasons = choose(wanted, local.call, platform, in_ring=True)
+    if name in reasons:
+        raise OptionError(
+            f'{where}: implementation = "{wanted}": {reasons[name]}.',
+            fix=f'implementation = "auto", which is {choose("auto", local.call, platform, in_ring=True)[0]} here.',
+        )
+    declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
+    start = "note: " if reasons else ""
+    parallel.notes[f"{start}attention of {local.call}, in a ring of {parallel.axis_size(axis)} devices: {name}{declined}."] = None
+    balanced = call.scoring.causal and parallel.sequence.order == "balanced"
+    kernel = KERNELS[name].tiles
+    ring = Ring(parallel, axis, local.rows, local.heads, local.axes, 2 if balanced else 1, call.scoring, kernel)  # type: ignore[arg-type]
+    _check_lengths(where, ring, call.query, call.key)
+    inputs = local.repeated
+    arrays = inputs.arrays.lengths_as_mask(call.key.shape[1])
+    count, inputs = arrays.count, inputs._replace(arrays=arrays._replace(count=None))
+    if balanced:
+        inputs = ring.run(into_ring, inputs, inputs)
+    out: Any = ring_attention(ring, inputs._replace(arrays=inputs.arrays._replace(count=count)))
+    return ring.run(out_of_ring, out, out) if balanced else out
 
 
 def _four_dims(x: jax.Array | None) -> jax.Array | None:
@@ -246,7 +271,7 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArra
 def _check_lengths(where: str, ring: Ring, query: jax.Array, key: jax.Array) -> None:
     """Check that the ring can shard the lengths."""
     unit = ring.count * ring.parts
-    if ring.causal and query.shape[1] != key.shape[1]:
+    if ring.scoring.causal and query.shape[1] != key.shape[1]:
         why = f"{where}: {query.shape[1]} queries and {key.shape[1]} keys under a causal mask."
         raise DataError(why, fix="as many of each, or a layout that does not shard sequences.")
     for length in (query.shape[1], key.shape[1]):

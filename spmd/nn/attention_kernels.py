@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,13 @@ import jax.numpy as jnp
 
 from spmd.errors import first_line
 from spmd.layout.compiler import GPU
-from spmd.nn.chunked_attention import ScoreArrays, Scoring, chunked_attention, plain_attention
+from spmd.nn import flash_kernel
+from spmd.nn.chunked_attention import CHUNKED, chunked_attention, plain_attention
+from spmd.nn.flash_kernel import FLASH
+from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_attention
+from spmd.tree import describe
 
-TRITON, SPLASH = "jax.experimental.pallas.ops.gpu.attention", "jax.experimental.pallas.ops.tpu.splash_attention"
+SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 dot_product_attention = jax.nn.dot_product_attention  # as JAX has it: the name may stand for another function while a model is traced
 
 
@@ -30,6 +33,11 @@ class Attend:
     key: Any
     value: Any
     arrays: ScoreArrays
+
+    @property
+    def inputs(self) -> Inputs:
+        """The arrays."""
+        return Inputs(self.query, self.key, self.value, self.arrays)
 
     @property
     def options(self) -> list[str]:
@@ -66,6 +74,7 @@ class Kernel:
       refuses: why it does not take shapes or dtypes, or is not there; None if it does and is.
       platforms: where it runs; none: everywhere.
       on_shards: it is a program that XLA cannot partition: it has to see each device's shards.
+      tiles: its attention to some of all keys, from which a ring is made.
     """
 
     run: Callable[[Attend], jax.Array]
@@ -73,9 +82,12 @@ class Kernel:
     refuses: Callable[[Attend], str | None] = lambda call: None
     platforms: tuple[str, ...] = ()
     on_shards: bool = False
+    tiles: TileKernel | None = None
 
-    def why_not(self, call: Attend, platform: str) -> str | None:
+    def why_not(self, call: Attend, platform: str, in_ring: bool = False) -> str | None:
         """Why it cannot compute this; None if it can."""
+        if in_ring and self.tiles is None:
+            return "it does not return the normalisers from which a ring is merged"
         if self.platforms and platform not in self.platforms:
             return f"it is for {'TPUs' if 'tpu' in self.platforms else 'GPUs'}, and the step is compiled for {platform}"
         left = [option for option in call.options if self.takes is not None and option not in self.takes]
@@ -86,7 +98,7 @@ def _xla(call: Attend) -> jax.Array:
     """The formulation that JAX has; it takes no option but masks, and gives a query that sees no key the mean of all values."""
     scoring, arrays = call.scoring, call.arrays
     if set(call.options) - {"a causal mask", "a key mask"}:
-        return plain_attention(scoring, call.query, call.key, call.value, arrays)
+        return plain_attention(scoring, call.inputs)
     if arrays.key_mask is None:
         return dot_product_attention(call.query, call.key, call.value, scale=scoring.scale, is_causal=scoring.causal)
     seen = arrays.key_mask[:, None, None, :]
@@ -97,16 +109,21 @@ def _xla(call: Attend) -> jax.Array:
 
 
 def _chunked(call: Attend) -> jax.Array:
-    return chunked_attention(call.scoring, call.query, call.key, call.value, call.arrays)
+    return chunked_attention(call.scoring, call.inputs)
 
 
 def _cudnn(call: Attend) -> jax.Array:
-    """cuDNN's fused attention, as JAX calls it."""
+    """cuDNN's fused attention, as JAX calls it.
+
+    JAX makes a bias of a mask, an array of all scores and one for its gradient, and gives a query that sees no key the mean of all values:
+    hence masks are left to the kernels that read them as they are.
+    """
     (before, _), lengths = call.scoring.window, call.arrays.key_lengths
     return dot_product_attention(
         call.query,
         call.key,
         call.value,
+        call.arrays.bias,
         scale=call.scoring.scale,
         is_causal=call.scoring.causal,
         local_window_size=None if before is None else (before, 0),
@@ -122,50 +139,42 @@ def _cudnn_refuses(call: Attend) -> str | None:
         return "it takes a window only of keys before a query, under a causal mask, without key lengths"
     if call.query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {jnp.dtype(call.query.dtype).name}"
-    lengths = None if lengths is None else jax.ShapeDtypeStruct(call.query.shape[:1], jnp.int32)
+    bias: Any = call.arrays.bias
+    scores = (call.query.shape[1], call.key.shape[1])
+    if bias is not None and (bias.shape[2:] != scores or scores[0] % 2 or scores[1] % 2 or bias.dtype != call.query.dtype):
+        wanted = f"{jnp.dtype(call.query.dtype).name}[..., {scores[0]}, {scores[1]}], for even lengths"
+        return f"it takes a bias as {wanted}, not {describe(bias)}"
+    if bias is not None:
+        sizes = (size if size == 1 else most for size, most in zip(bias.shape[:2], (call.query.shape[0], call.query.shape[2]), strict=True))
+        bias = jax.ShapeDtypeStruct((*sizes, *scores), bias.dtype)
+    row_lengths: Any = None if lengths is None else jax.ShapeDtypeStruct(call.query.shape[:1], jnp.int32)
 
-    def run(query: Any, key: Any, value: Any, lengths: Any) -> jax.Array:
-        return _cudnn(dataclasses.replace(call, query=query, key=key, value=value, arrays=ScoreArrays(key_lengths=lengths)))
+    def run(query: Any, key: Any, value: Any, arrays: ScoreArrays) -> jax.Array:
+        return _cudnn(dataclasses.replace(call, query=query, key=key, value=value, arrays=arrays))
 
     try:
-        jax.eval_shape(run, call.query, call.key, call.value, lengths)
+        jax.eval_shape(run, call.query, call.key, call.value, ScoreArrays(bias=bias, key_lengths=row_lengths))
     except (ValueError, NotImplementedError, RuntimeError) as error:
         return str(error).partition("\n")[0].removesuffix(".")
     return None
 
 
-def _triton(call: Attend, *, interpret: bool = False) -> jax.Array:
-    """The kernel in Triton that JAX ships (`jax.experimental.pallas.ops.gpu.attention`)."""
-    pallas, heads, segments = _import(TRITON), call.query.shape[2], call.arrays.segments
-    key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (call.key, call.value))
-    most = 32 * 1024 if jnp.dtype(call.query.dtype).itemsize == 2 else 16 * 1024
-    row_bytes = call.query.shape[3] * jnp.dtype(call.query.dtype).itemsize
-    # of a block of queries, at most: a program has several in shared memory, of which an RTX 4090 has 99 KiB
-    fitting = tuple(size for size in _TRITON_BLOCKS if size * row_bytes <= most)
-    forward, backward = (_divisor(call.query.shape[1], sizes) for sizes in (fitting, _TRITON_BLOCKS[-2:]))
-    blocks = pallas.BlockSizes(forward, forward, *[backward] * 4)
-    options = {"block_sizes": blocks, "interpret": interpret}
-    ids = segments and segments[0]
-    return pallas.mha(call.query, key, value, ids, call.scoring.scale, call.scoring.causal, **options)
-
-
-_TRITON_BLOCKS = (128, 64, 32, 16)
+def _triton(call: Attend) -> jax.Array:
+    return tiled_attention(FLASH, call.scoring, call.inputs)
 
 
 def _triton_refuses(call: Attend) -> str | None:
-    (_, queries, _, size), keys = call.query.shape, call.key.shape[1]
-    if queries != keys or queries % _TRITON_BLOCKS[-1]:
-        return f"it takes as many queries as keys, a multiple of {_TRITON_BLOCKS[-1]}, not {queries} and {keys}"
-    if not 16 <= size <= 128 or call.value.shape[3] != size:
-        return f"it takes heads of 16 to 128, not {size}"
-    if call.arrays.segments is not None and call.arrays.segments[0] is not call.arrays.segments[1]:
-        return "it takes the same segment ids for queries and keys"
-    return _missing(TRITON)
+    return flash_kernel.refuses(call.scoring, call.inputs)
 
 
 def _splash(call: Attend, *, interpret: bool = False) -> jax.Array:
     """The kernel for TPUs that JAX ships (`jax.experimental.pallas.ops.tpu.splash_attention`)."""
-    splash, scoring, segments, (_, queries, heads, _) = _import(SPLASH), call.scoring, call.arrays.segments, call.query.shape
+    splash, scoring, segments, (_, queries, heads, _) = (
+        importlib.import_module(SPLASH),
+        call.scoring,
+        call.arrays.segments,
+        call.query.shape,
+    )
     lengths, (before, after) = (queries, call.key.shape[1]), scoring.window
     seen: Any = splash.FullMask(lengths)
     if scoring.window != (None, None):
@@ -203,45 +212,42 @@ def _divisor(length: int, sizes: tuple[int, ...]) -> int:
     return next(size for size in sizes if length % size == 0)
 
 
-def _import(module: str) -> Any:
-    """A module of JAX's; that JAX will drop the one for GPUs (a warning since 0.11) is no news to a user of `[attention]`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return importlib.import_module(module)
-
-
 def _missing(module: str) -> str | None:
     """Why a module cannot be imported; None if it can."""
     try:
-        _import(module)
+        importlib.import_module(module)
     except ImportError as error:
         return f"this jax does not have it ({first_line(error)})"
     return None
 
 
 KERNELS = {
-    "cudnn": Kernel(_cudnn, frozenset({"a causal mask", "a window", "key lengths", "a precision"}), _cudnn_refuses, GPU, on_shards=True),
-    "triton": Kernel(_triton, frozenset({"a causal mask", "segment ids"}), _triton_refuses, GPU, on_shards=True),
+    "cudnn": Kernel(
+        _cudnn, frozenset({"a causal mask", "a window", "a bias", "key lengths", "a precision"}), _cudnn_refuses, GPU, on_shards=True
+    ),
+    "triton": Kernel(_triton, None, _triton_refuses, GPU, on_shards=True, tiles=FLASH),
     "splash": Kernel(
         _splash, frozenset({"a causal mask", "a window", "a soft cap", "segment ids"}), _splash_refuses, ("tpu",), on_shards=True
     ),
     "xla": Kernel(_xla),
-    "chunked": Kernel(_chunked),
+    "chunked": Kernel(_chunked, tiles=CHUNKED),
 }
 PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",)}  # by platform; "chunked" is behind them
 
 
-def choose(implementation: str, call: Attend, platform: str) -> tuple[str, dict[str, str]]:
-    """The name of the kernel that computes `call` on a platform, and why each one before it does not.
+def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = False) -> tuple[str, dict[str, str]]:
+    """The name of the kernel that computes `call` on a platform, or its tiles in a ring, and why each one before it does not.
 
     A kernel that is asked for and cannot is chosen, too, with the reason.
     """
     if implementation != "auto":
-        why = KERNELS[implementation].why_not(call, platform)
+        why = KERNELS[implementation].why_not(call, platform, in_ring)
         return implementation, {implementation: why} if why else {}
     reasons: dict[str, str] = {}
     for name in PREFERRED.get(platform, ()):
-        why = KERNELS[name].why_not(call, platform)
+        if in_ring and KERNELS[name].tiles is None:
+            continue
+        why = KERNELS[name].why_not(call, platform, in_ring)
         if why is None:
             return name, reasons
         reasons[name] = why

@@ -8,8 +8,6 @@ Inside, queries are [rows, queries, groups, heads per group, head_dim], keys and
 from scores [rows, groups, heads per group, queries, ...].
 """
 
-import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -18,70 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.rng import tile_bits
+from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_attention
+from spmd.rng import bits_at
 
 TILE = 512  # queries and keys at a time: scores take memory as rows times heads times the square of this
 MASKED = -jnp.inf
 QUERIES = 3  # the dim of queries in arrays derived from scores
-
-
-@dataclasses.dataclass(frozen=True)
-class Scoring:
-    """How scores come from products of queries and keys; known when tracing.
-
-    Attributes:
-      scale: the products are multiplied by it.
-      causal: a query sees keys at its own position and before, both counted from 0.
-      window: keys that a query sees before and after its own position; None: no bound.
-      soft_cap: scaled products x become soft_cap * tanh(x / soft_cap), before a bias is added (Gemma 2, arXiv:2408.00118).
-      dropout: the share of a query's weights that are set to zero, the others growing by 1 / (1 - dropout).
-      shared_dropout: all rows and heads lose the same weights, as flax's `broadcast_dropout` says.
-      precision: of all products, as `jax.lax.dot_general` takes it.
-    """
-
-    scale: float
-    causal: bool = False
-    window: tuple[int | None, int | None] = (None, None)
-    soft_cap: float | None = None
-    dropout: float = 0.0
-    shared_dropout: bool = False
-    precision: Any = None
-
-
-class ScoreArrays(NamedTuple):
-    """Arrays that change scores; None where there is none.
-
-    Attributes:
-      mask: bool[rows, heads, queries, keys], dims of 1 for all; False where a key is not seen.
-      bias: added to scores, of such a shape.
-      key_mask: bool[rows, keys], False at keys that nothing sees.
-      key_lengths: int[rows], the number of keys of each row, the others behind them.
-      segments: int[rows, queries] and int[rows, keys]: a query sees keys of its own segment.
-      dropout_key: the key that dropout draws with.
-    """
-
-    mask: jax.Array | None = None
-    bias: jax.Array | None = None
-    key_mask: jax.Array | None = None
-    key_lengths: jax.Array | None = None
-    segments: tuple[jax.Array, jax.Array] | None = None
-    dropout_key: jax.Array | None = None
-
-    def in_groups(self, keys: int, groups: int) -> "ScoreArrays":
-        """With heads as [groups, heads per group], lengths as a mask, and a typed key."""
-        key_mask, dropout_key = self.key_mask, self.dropout_key
-        if self.key_lengths is not None:
-            within = jnp.arange(keys) < self.key_lengths[:, None]
-            key_mask = within if key_mask is None else key_mask & within
-        if dropout_key is not None and not jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key):
-            dropout_key = jax.random.wrap_key_data(dropout_key)  # of jax.random.PRNGKey
-        return self._replace(
-            dropout_key=dropout_key,
-            mask=_split_heads(self.mask, groups),
-            bias=_split_heads(self.bias, groups),
-            key_mask=key_mask,
-            key_lengths=None,
-        )
 
 
 class Tile(NamedTuple):
@@ -93,71 +33,110 @@ class Tile(NamedTuple):
     keys: int
 
 
-def plain_attention(scoring: Scoring, query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> jax.Array:
+def plain_attention(scoring: Scoring, inputs: Inputs) -> jax.Array:
     """Attention from the array of all scores; a query that sees no key gets zeros. Arguments and result as of `chunked_attention`."""
-    rows, length, heads, _ = query.shape
-    groups, arrays = key.shape[2], arrays.in_groups(key.shape[1], key.shape[2])
-    queries = query.reshape(rows, length, groups, -1, query.shape[3])
+    queries, key, value, arrays = _in_groups(inputs)
+    rows, length = queries.shape[:2]
     tile = Tile(0, length, 0, key.shape[1])
-    scores, _ = _scores(scoring, tile, queries, key, arrays)
+    scores, _ = _scores(scoring, tile, 0, queries, key, arrays)
     highest = scores.max(axis=-1, keepdims=True, initial=MASKED)
     exponentials = jnp.exp(scores - lax.stop_gradient(jnp.where(highest == MASKED, 0.0, highest)))
     total = exponentials.sum(axis=-1, keepdims=True)
     shares = exponentials / jnp.where(total == 0, 1.0, total)
     if scoring.dropout:
-        shares = shares * _kept(scoring, arrays.dropout_key, scores.shape, tile)
+        shares = shares * _kept(scoring, arrays.count, scores.shape, tile)
     out = _dot(scoring, "bkgqs,bskh->bqkgh", shares.astype(value.dtype), value)
-    return out.reshape(rows, length, heads, value.shape[3]).astype(query.dtype)
+    return out.reshape(rows, length, -1, value.shape[3]).astype(queries.dtype)
 
 
-def chunked_attention(scoring: Scoring, query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> jax.Array:
+def chunked_attention(scoring: Scoring, inputs: Inputs) -> jax.Array:
     """Attention that holds the scores of one tile at a time; a query that sees no key gets zeros.
-
-    The backward pass keeps the inputs, the result and one number per query and head, and computes scores again. There is no second
-    derivative, and no forward-mode one.
-
-    Args:
-      query: [rows, queries, heads, head_dim].
-      key: [rows, keys, groups, head_dim]; the groups divide the heads.
-      value: [rows, keys, groups, width].
 
     Returns:
       [rows, queries, heads, width] in the dtype of the query.
     """
-    (rows, length, heads, _), (keys, groups), width = query.shape, key.shape[1:3], value.shape[3]
-    if not query.size or not key.size or not value.size:
-        return jnp.zeros((rows, length, heads, width), query.dtype)
-    arrays = arrays.in_groups(keys, groups)
-    queries = query.reshape(rows, length, groups, -1, query.shape[3])
-    shape = _Shape((rows, *queries.shape[2:4], length, keys), _tile_size(length), _tile_size(keys))
-    more = (-length % shape.tile_queries, -keys % shape.tile_keys)
-    if any(more):
-        queries, key, value = _pad(queries, more[0]), _pad(key, more[1]), _pad(value, more[1])
-        arrays = _pad_arrays(arrays, rows, keys, more)
-    out: Any = _attention(scoring, shape, queries, key, value, arrays)
-    return out[:, :length].reshape(rows, length, heads, width)
+    return tiled_attention(CHUNKED, scoring, inputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """The shape of all scores, [rows, groups, heads per group, queries, keys], before padding, and of a tile."""
+def _in_groups(inputs: Inputs) -> Inputs:
+    """With heads as [groups, heads per group], and lengths as a mask."""
+    query, key, value, arrays = inputs
+    groups, arrays = key.shape[2], arrays.lengths_as_mask(key.shape[1])
+    arrays = arrays._replace(mask=_split_heads(arrays.mask, groups), bias=_split_heads(arrays.bias, groups))
+    return Inputs(query.reshape(*query.shape[:2], groups, -1, query.shape[3]), key, value, arrays)
 
-    scores: tuple[int, ...]
-    tile_queries: int
-    tile_keys: int
 
-    def tiles(self, scoring: Scoring) -> np.ndarray:
-        """int32[tiles, 2]: the first query and key of every tile of which the causal mask and the window leave anything."""
-        *_, queries, keys = self.scores
-        before, after = scoring.window
-        after = min(0, after or 0) if scoring.causal else after
-        firsts = [
-            (query, key)
-            for query in range(0, queries, self.tile_queries)
-            for key in range(0, keys, self.tile_keys)
-            if (after is None or key < query + self.tile_queries + after) and (before is None or key + self.tile_keys > query - before)
-        ]
-        return np.array(firsts, np.int32).reshape(-1, 2)
+class _Tiles:
+    """An attention in tiles: inputs in groups, and padded to multiples of a tile."""
+
+    def __init__(self, scoring: Scoring, shift: Any, inputs: Inputs):
+        self.scoring, self.shift = scoring, shift
+        self.queries, self.keys = inputs.query.shape[1], inputs.key.shape[1]
+        self.size = (_tile_size(self.queries), _tile_size(self.keys))
+        self.more = (-self.queries % self.size[0], -self.keys % self.size[1])
+        query, key, value, arrays = _in_groups(inputs)
+        self.arrays = _pad_arrays(arrays, key.shape[0], self.keys, self.more)
+        self.query, self.key, self.value = self.pad(query), _pad(key, self.more[1]), _pad(value, self.more[1])
+        self.by_query = (*query.shape[:1], *query.shape[2:4], self.query.shape[1])
+
+    def pad(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """An array of queries, padded."""
+        return _pad(x, self.more[0], dim)
+
+    def by_head(self, x: jax.Array) -> jax.Array:
+        """[rows, heads, queries] as [rows, groups, heads per group, queries], padded."""
+        return self.pad(x.reshape(*self.by_query[:3], -1), QUERIES)
+
+    def each(self, function: Any, carry: Any) -> Any:
+        """`carry` after `function(carry, tile)` for every tile of which the causal mask and the window leave anything.
+
+        Inside a loop over layers, JAX computes what depends on no layer before the loop, here the masks of all tiles; hence the barrier,
+        after which tiles depend on the query.
+        """
+        firsts = [(q, k) for q in range(0, self.queries, self.size[0]) for k in range(0, self.keys, self.size[1])]
+        known = isinstance(self.shift, int)
+        if known:
+            firsts = [first for first in firsts if self._seen(*first)]
+
+        def step(carry: Any, first: jax.Array) -> tuple:
+            tile = Tile(first[0], self.size[0], first[1], self.size[1])
+            if known:
+                return function(carry, tile), None
+            return lax.cond(self._seen(*first), lambda carry: function(carry, tile), lambda carry: carry, carry), None
+
+        tiles = jnp.asarray(np.array(firsts, np.int32).reshape(-1, 2))
+        tiles, _ = lax.optimization_barrier((tiles, self.query[(0,) * self.query.ndim]))
+        return lax.scan(step, carry, tiles)[0]
+
+    def _seen(self, query: Any, key: Any) -> Any:
+        """Whether the queries of a tile that begins there see any of its keys, by their positions."""
+        before, after = self.scoring.reach
+        distance = key - query - self.shift  # of the first key behind the first query
+        seen = True if after is None else distance < self.size[0] + after
+        return seen if before is None else seen & (distance > -before - self.size[1])
+
+    def scores(self, tile: Tile) -> tuple:
+        """`_scores` of one tile of all queries and keys."""
+
+        def both(x: jax.Array | None) -> jax.Array | None:
+            if x is None:
+                return None
+            x = x if x.shape[3] == 1 else _slice(x, tile.query, tile.queries, 3)
+            return x if x.shape[4] == 1 else _slice(x, tile.key, tile.keys, 4)
+
+        key_mask, segments = self.arrays.key_mask, self.arrays.segments
+        arrays = self.arrays._replace(
+            mask=both(self.arrays.mask),
+            bias=both(self.arrays.bias),
+            key_mask=None if key_mask is None else _slice(key_mask, tile.key, tile.keys, 1),
+            segments=segments and (_slice(segments[0], tile.query, tile.queries, 1), _slice(segments[1], tile.key, tile.keys, 1)),
+        )
+        query, key = _slice(self.query, tile.query, tile.queries, 1), _slice(self.key, tile.key, tile.keys, 1)
+        return _scores(self.scoring, tile, self.shift, query, key, arrays)
+
+    def kept(self, tile: Tile) -> jax.Array:
+        """What dropout multiplies a tile's weights by."""
+        return _kept(self.scoring, self.arrays.count, (*self.by_query, self.keys), tile)
 
 
 def _tile_size(length: int) -> int:
@@ -166,59 +145,53 @@ def _tile_size(length: int) -> int:
     return length if count == 1 else math.ceil(length / count / 8) * 8
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(scoring: Scoring, shape: _Shape, query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> jax.Array:
-    return _forward(scoring, shape, query, key, value, arrays)[0]
-
-
-def _forward(scoring: Scoring, shape: _Shape, query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> tuple:
-    """The result [rows, queries, groups, heads per group, width], and the log of every query's normaliser; 0 if it sees no key."""
-    rows, length, groups, heads, _ = query.shape
-    dtype, by_query = _wide(query.dtype), (rows, groups, heads, length)
-    start = (jnp.full(by_query, MASKED, dtype), jnp.zeros(by_query, dtype), jnp.zeros((*by_query, value.shape[3]), dtype))
+def _forward(scoring: Scoring, shift: Any, inputs: Inputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """`TileKernel.forward`."""
+    tiles, wide = _Tiles(scoring, shift, inputs), _wide(inputs.query.dtype)
+    by_query, width = tiles.by_query, inputs.value.shape[3]
+    start = (jnp.full(by_query, MASKED, wide), jnp.zeros(by_query, wide), jnp.zeros((*by_query, width), wide))
 
     def one_tile(state: tuple, tile: Tile) -> tuple:
         highest, total, weighted = (_slice(x, tile.query, tile.queries, QUERIES) for x in state)
-        scores, _ = _scores_of_tile(scoring, tile, query, key, arrays)
+        scores, _ = tiles.scores(tile)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
         base = jnp.where(new_highest == MASKED, 0.0, new_highest)  # if all were masked so far: avoid inf - inf
         shares, decay = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
         total = total * decay + shares.sum(axis=-1)
         if scoring.dropout:
-            shares = shares * _kept(scoring, arrays.dropout_key, shape.scores, tile)
-        values = _slice(value, tile.key, tile.keys, 1)
-        weighted = weighted * decay[..., None] + _dot(scoring, "bkgqs,bskh->bkgqh", shares.astype(value.dtype), values)
+            shares = shares * tiles.kept(tile)
+        values = _slice(tiles.value, tile.key, tile.keys, 1)
+        weighted = weighted * decay[..., None] + _dot(scoring, "bkgqs,bskh->bkgqh", shares.astype(values.dtype), values)
         parts = (new_highest, total, weighted)
         return tuple(lax.dynamic_update_slice_in_dim(x, part, tile.query, QUERIES) for x, part in zip(state, parts, strict=True))
 
-    highest, total, weighted = _each_tile(scoring, shape, one_tile, start, query)
+    highest, total, weighted = tiles.each(one_tile, start)
     unseen = total == 0
     total = jnp.where(unseen, 1.0, total)
-    out = jnp.moveaxis(weighted / total[..., None], QUERIES, 1).astype(query.dtype)
-    return out, jnp.where(unseen, 0.0, highest + jnp.log(total))
+    out = jnp.moveaxis(weighted / total[..., None], QUERIES, 1).astype(dtype)[:, : tiles.queries]
+    logs = jnp.where(unseen, MASKED, highest + jnp.log(total))[..., : tiles.queries]
+    return out.reshape(*inputs.query.shape[:3], width), logs.reshape(logs.shape[0], -1, tiles.queries)
 
 
-def _forward_vjp(scoring: Scoring, shape: _Shape, query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> tuple:
-    out, log_total = _forward(scoring, shape, query, key, value, arrays)
-    return out, (query, key, value, arrays, out, log_total)
-
-
-def _backward(scoring: Scoring, shape: _Shape, residuals: tuple, grad: jax.Array) -> tuple:
-    """Gradients of queries, keys, values and the bias."""
-    query, key, value, arrays, out, log_total = residuals
-    dtype = _wide(query.dtype)
-    inner = jnp.moveaxis(jnp.sum(out.astype(dtype) * grad.astype(dtype), axis=-1), 1, QUERIES)
+def _backward(
+    scoring: Scoring, shift: Any, inputs: Inputs, logs: jax.Array, inner: jax.Array, grad: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """`TileKernel.backward`."""
+    tiles, wide, bias = _Tiles(scoring, shift, inputs), _wide(inputs.query.dtype), inputs.arrays.bias
+    query, key, value = tiles.query, tiles.key, tiles.value
+    logs, inner = tiles.by_head(jnp.where(logs == MASKED, 0.0, logs)), tiles.by_head(inner)
+    grad = tiles.pad(grad.reshape(*grad.shape[:2], *tiles.by_query[1:3], -1))
 
     def one_tile(grads: tuple, tile: Tile) -> tuple:
         dquery, dkey, dvalue, dbias = grads
         query_, grad_ = (_slice(x, tile.query, tile.queries, 1) for x in (query, grad))
         key_, value_ = (_slice(x, tile.key, tile.keys, 1) for x in (key, value))
-        log_total_, inner_ = (_slice(x, tile.query, tile.queries, QUERIES) for x in (log_total, inner))
-        scores, slope = _scores_of_tile(scoring, tile, query, key, arrays)
-        shares, dshares = jnp.exp(scores - log_total_[..., None]), _dot(scoring, "bqkgh,bskh->bkgqs", grad_, value_)
+        logs_, inner_ = (_slice(x, tile.query, tile.queries, QUERIES) for x in (logs, inner))
+        scores, slope = tiles.scores(tile)
+        shares, dshares = jnp.exp(scores - logs_[..., None]), _dot(scoring, "bqkgh,bskh->bkgqs", grad_, value_)
         weights = shares
         if scoring.dropout:
-            kept = _kept(scoring, arrays.dropout_key, shape.scores, tile)
+            kept = tiles.kept(tile)
             weights, dshares = shares * kept, dshares * kept
         dscores = shares * (dshares - inner_[..., None])
         dbias = None if dbias is None else _add_bias(dbias, dscores, tile)
@@ -228,50 +201,19 @@ def _backward(scoring: Scoring, shape: _Shape, residuals: tuple, grad: jax.Array
         dvalue = _add(dvalue, _dot(scoring, "bkgqs,bqkgh->bskh", weights.astype(grad.dtype), grad_), tile.key)
         return dquery, dkey, dvalue, dbias
 
-    bias = arrays.bias
-    start = (*(jnp.zeros(x.shape, dtype) for x in (query, key, value)), None if bias is None else jnp.zeros(bias.shape, dtype))
-    *grads, dbias = _each_tile(scoring, shape, one_tile, start, query)
-    dquery, dkey, dvalue = (x.astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True))
-    return dquery, dkey, dvalue, ScoreArrays(bias=None if bias is None else dbias.astype(bias.dtype))
+    of_bias = None if tiles.arrays.bias is None else jnp.zeros(tiles.arrays.bias.shape, wide)
+    start = (*(jnp.zeros(x.shape, wide) for x in (query, key, value)), of_bias)
+    *grads, dbias = tiles.each(one_tile, start)
+    grads = [x[:, : like.shape[1]].reshape(like.shape).astype(dtype) for x, like in zip(grads, inputs[:3], strict=True)]
+    if bias is not None:
+        dbias = dbias[..., : bias.shape[2], : bias.shape[3]].reshape(bias.shape)
+    return (*grads, dbias)
 
 
-_attention.defvjp(_forward_vjp, _backward)
+CHUNKED = TileKernel(_forward, _backward)
 
 
-def _each_tile(scoring: Scoring, shape: _Shape, function: Any, carry: Any, anchor: jax.Array) -> Any:
-    """`carry` after `function(carry, tile)` for every tile.
-
-    Inside a loop over layers, JAX computes what depends on no layer before the loop, here the masks of all tiles; hence the barrier, after
-    which tiles depend on `anchor`.
-    """
-
-    def step(carry: Any, first: jax.Array) -> tuple:
-        return function(carry, Tile(first[0], shape.tile_queries, first[1], shape.tile_keys)), None
-
-    tiles, _ = lax.optimization_barrier((jnp.asarray(shape.tiles(scoring)), anchor[(0,) * anchor.ndim]))
-    return lax.scan(step, carry, tiles)[0]
-
-
-def _scores_of_tile(scoring: Scoring, tile: Tile, query: jax.Array, key: jax.Array, arrays: ScoreArrays) -> tuple:
-    """`_scores` of one tile of all queries and keys."""
-
-    def both(x: jax.Array | None) -> jax.Array | None:
-        if x is None:
-            return None
-        x = x if x.shape[3] == 1 else _slice(x, tile.query, tile.queries, 3)
-        return x if x.shape[4] == 1 else _slice(x, tile.key, tile.keys, 4)
-
-    key_mask, segments = arrays.key_mask, arrays.segments
-    arrays = arrays._replace(
-        mask=both(arrays.mask),
-        bias=both(arrays.bias),
-        key_mask=None if key_mask is None else _slice(key_mask, tile.key, tile.keys, 1),
-        segments=segments and (_slice(segments[0], tile.query, tile.queries, 1), _slice(segments[1], tile.key, tile.keys, 1)),
-    )
-    return _scores(scoring, tile, _slice(query, tile.query, tile.queries, 1), _slice(key, tile.key, tile.keys, 1), arrays)
-
-
-def _scores(scoring: Scoring, tile: Tile, query: jax.Array, key: jax.Array, arrays: ScoreArrays) -> tuple[jax.Array, jax.Array | None]:
+def _scores(scoring: Scoring, tile: Tile, shift: Any, query: jax.Array, key: jax.Array, arrays: ScoreArrays) -> tuple:
     """Scores of a tile's queries, keys and arrays, minus infinity where a key is not seen; and the slope of the soft cap."""
     scores, slope = _dot(scoring, "bqkgh,bskh->bkgqs", query, key) * scoring.scale, None
     if scoring.soft_cap is not None:
@@ -279,17 +221,16 @@ def _scores(scoring: Scoring, tile: Tile, query: jax.Array, key: jax.Array, arra
         scores, slope = capped * scoring.soft_cap, 1 - capped**2
     if arrays.bias is not None:
         scores = scores + arrays.bias.astype(scores.dtype)
-    for seen in _seen(scoring, tile, arrays):
+    for seen in _seen(scoring, tile, shift, arrays):
         scores = jnp.where(seen, scores, MASKED)
     return scores, slope
 
 
-def _seen(scoring: Scoring, tile: Tile, arrays: ScoreArrays) -> list[jax.Array]:
+def _seen(scoring: Scoring, tile: Tile, shift: Any, arrays: ScoreArrays) -> list[jax.Array]:
     """Which keys of a tile its queries see, by every mask: each bool[rows, groups, heads per group, queries, keys] or with dims of 1."""
-    distance = (tile.key + jnp.arange(tile.keys)) - (tile.query + jnp.arange(tile.queries))[:, None]  # of a key behind a query
-    before, after = scoring.window
-    seen = [distance <= 0] if scoring.causal else []
-    seen += [distance >= -before] if before is not None else []
+    distance = (tile.key - shift + jnp.arange(tile.keys)) - (tile.query + jnp.arange(tile.queries))[:, None]  # of a key behind a query
+    before, after = scoring.reach
+    seen = [distance >= -before] if before is not None else []
     seen += [distance <= after] if after is not None else []
     seen += [arrays.mask] if arrays.mask is not None else []
     seen += [arrays.key_mask[:, None, None, None, :]] if arrays.key_mask is not None else []
@@ -299,15 +240,18 @@ def _seen(scoring: Scoring, tile: Tile, arrays: ScoreArrays) -> list[jax.Array]:
     return seen
 
 
-def _kept(scoring: Scoring, key: Any, shape: tuple[int, ...], tile: Tile) -> jax.Array:
-    """What dropout multiplies a tile's weights by: as `jax.random.bernoulli(key, 1 - dropout, [rows, heads, queries, keys])` is there."""
-    rows, groups, heads, queries, keys = shape
-    rows, heads_, groups_ = (1, 1, 1) if scoring.shared_dropout else (rows, groups * heads, groups)
-    bits = tile_bits(key, (rows, heads_, queries, keys), (0, 0, tile.query, tile.key), (rows, heads_, tile.queries, tile.keys))
-    uniform = lax.bitcast_convert_type((bits >> np.uint32(9)) | np.uint32(0x3F800000), jnp.float32) - 1.0  # as jax.random.uniform
-    share = 1.0 - scoring.dropout
-    kept = jnp.where(uniform < share, np.float32(1 / share), np.float32(0.0))
-    return kept.reshape(rows, groups_, -1, tile.queries, tile.keys)
+def _kept(scoring: Scoring, count: Any, shape: tuple[int, ...], tile: Tile) -> jax.Array:
+    """What dropout multiplies a tile's weights by, [rows, groups, heads per group, queries, keys] or with dims of 1."""
+    rows, groups, heads, *_ = shape
+    of_row, of_head, of_query = scoring.strides
+    places = (  # each with as many dims as scores have; all rows and heads at once if they lose the same weights
+        (jnp.arange(rows if of_row else 1)[:, None, None, None, None], of_row),
+        (jnp.arange(groups * heads).reshape(groups, heads, 1, 1) if of_head else jnp.zeros((1, 1, 1, 1), jnp.int32), of_head),
+        ((tile.query + jnp.arange(tile.queries))[:, None], of_query),
+        (tile.key + jnp.arange(tile.keys), 1),
+    )
+    share = np.float32(1 / (1 - scoring.dropout))
+    return jnp.where(bits_at(count, *places) >> np.uint32(9) < np.uint32(scoring.threshold), share, np.float32(0.0))
 
 
 def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
@@ -318,7 +262,7 @@ def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
 
 
 def _pad(x: jax.Array, more: int, dim: int = 1) -> jax.Array:
-    return jnp.pad(x, [(0, more if at == dim else 0) for at in range(x.ndim)])
+    return jnp.pad(x, [(0, more if at == dim else 0) for at in range(x.ndim)]) if more else x
 
 
 def _pad_arrays(arrays: ScoreArrays, rows: int, keys: int, more: tuple[int, int]) -> ScoreArrays:

@@ -1,12 +1,12 @@
 """Attention over a sequence that is sharded over a mesh axis: each device keeps its queries, and keys and values go around the ring.
 
-Sources: Ring Attention (Liu et al., arXiv:2310.01889); the running maximum and normaliser of a softmax (Milakov and Gimelshein,
-arXiv:1805.02867); the backward pass from the log of the normaliser alone (Dao et al., FlashAttention, arXiv:2205.14135, algorithm 4).
+Sources: Ring Attention (Liu et al., arXiv:2310.01889); results with several sets of keys, merged by the logs of their normalisers (Dao et
+al., Flash-Decoding, 2023), from which the backward pass is computed, too (FlashAttention, arXiv:2205.14135, algorithm 4).
 Under a causal mask devices with late positions would do most of the work. So each takes a part from the front and one from the back
 (Brandon et al., Striped Attention, arXiv:2311.09431, distribute single positions).
 
-Arrays here are one device's shards: queries [rows, length, groups, heads per group, head_dim], keys and values [rows, length, groups,
-head_dim]. Arrays derived from scores are [rows, groups, heads per group, queries, ...].
+Arrays here are one device's shards: queries [rows, length, heads, head_dim], keys and values [rows, length, groups, head_dim], and arrays
+with a number for each query and head [rows, heads, length].
 """
 
 import dataclasses
@@ -20,11 +20,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmd.nn.parallel_context import ParallelConfig
+from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, inner_products, merge, on_this_device
+from spmd.rng import advance
 from spmd.wire import collectives
-
-TILE = 512  # keys at a time: scores take memory as queries times this, not as the square of a shard
-MASKED = -jnp.inf
-QUERIES = 3  # the dim of queries in arrays derived from scores
 
 
 class Block(NamedTuple):
@@ -61,27 +59,41 @@ class Ring:
     """The options of one call of ring attention.
 
     Attributes:
-      axis: the mesh axis of the sequence; `rows`: the mesh axes of the rows.
+      axis: the mesh axis of the sequence; `rows` and `heads`: the mesh axes of these; `axes`: all that are not manual yet.
       parts: the number of parts of the sequence on each device; 2 in balanced order.
+      kernel: computes each block of queries and keys.
     """
 
     parallel: ParallelConfig
     axis: str
     rows: tuple[str, ...]
-    causal: bool
+    heads: tuple[str, ...]
+    axes: tuple[str, ...]
     parts: int
-    scale: float
+    scoring: Scoring
+    kernel: TileKernel
 
     @property
     def count(self) -> int:
         """Devices of the ring."""
         return self.parallel.axis_size(self.axis)
 
-    def run(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """`function(self, ...)` on each device's shard; in all inputs and outputs dim 0 is rows and dim 1 the sequence."""
-        spec = PartitionSpec(self.rows or None, self.axis)
+    def spec(self, x: Any) -> PartitionSpec:
+        """Of an array [rows, length, heads, head_dim], [rows, heads, length], [rows, length], or of numbers for all."""
+        rows, heads = self.rows or None, self.heads or None
+        return (
+            PartitionSpec(),
+            PartitionSpec(rows, self.axis),
+            PartitionSpec(rows, heads, self.axis),
+            PartitionSpec(rows, self.axis, heads),
+        )[max(0, x.ndim - 1)]
+
+    def run(self, function: Callable[..., Any], like: Any, *arrays: Any) -> Any:
+        """`function(self, ...)` on each device's shard; its results have the specs of `like`."""
+        specs = tuple(jax.tree.map(self.spec, x) for x in arrays)
         with jax.named_scope("ring"):
-            return self.parallel.shard_map((self.axis, *self.rows), functools.partial(function, self), spec, spec)(*arrays)
+            run = self.parallel.shard_map(self.axes, functools.partial(function, self), specs, jax.tree.map(self.spec, like))
+            return run(*arrays)
 
     def shift(self, tree: Any) -> Any:
         """The arrays of the previous device."""
@@ -91,146 +103,164 @@ class Ring:
         """The parts of a device's shard of the sequence."""
         return jnp.split(x, self.parts, axis=1)
 
+    def place(self, device: Any, part: Any) -> Any:
+        """Which part of the sequence a device's part is; device and part may be traced."""
+        return device if self.parts == 1 else jnp.where(part == 0, device, 2 * self.count - 1 - device)
+
+
+class _Keys(NamedTuple):
+    """What goes around the ring: keys, values, and what is known of each key."""
+
+    key: jax.Array
+    value: jax.Array
+    mask: jax.Array | None
+    segments: jax.Array | None
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring_attention(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+def ring_attention(ring: Ring, inputs: Inputs) -> jax.Array:
     """Attention as in `spmd.nn.attention`, of arrays in ring order.
 
     The backward pass stores the inputs, the result and one number per query, and goes around the ring once more. Gradients of keys and
     values are sent along with them, in float32.
     """
-    return ring.run(_forward, query, key, value, mask)[0]
+    return _forward_vjp(ring, inputs)[0]
 
 
-def _forward_vjp(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, tuple]:
-    out, log_total = ring.run(_forward, query, key, value, mask)
-    return out, ((query, key, value, mask), out, log_total)
+def _forward_vjp(ring: Ring, inputs: Inputs) -> tuple[jax.Array, tuple]:
+    query = inputs.query
+    logs = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
+    out, logs = ring.run(_forward, (query, logs), inputs)
+    return out, (inputs, out, logs)
 
 
-def _gradients(ring: Ring, residuals: tuple, grad: jax.Array) -> tuple:
-    return (*ring.run(_backward, *residuals, grad), None)
+def _gradients(ring: Ring, residuals: tuple, grad: jax.Array) -> tuple[Inputs]:
+    inputs = residuals[0]
+    dquery, dkey, dvalue = ring.run(_backward, tuple(inputs[:3]), *residuals, grad)
+    return (Inputs(dquery, dkey, dvalue, ScoreArrays()),)
 
 
 ring_attention.defvjp(_forward_vjp, _gradients)
 
 
 def _around(ring: Ring, turn: Callable[..., Any], carry: Any, keys: Any) -> Any:
-    """`carry` after `turn(carry, keys, blocks, local)` with the keys of each device, local ones first; the next keys arrive meanwhile."""
+    """`carry` after `turn(carry, keys, source, local)` with the keys of each device, local ones first; the next keys arrive meanwhile."""
     device = collectives.worker_index((ring.axis,))
-
-    def one_turn(carry: Any, keys: Any, step: Any, *, local: bool = False) -> Any:
-        source = (device - step) % ring.count
-        return turn(carry, keys, blocks(device, source, local=local, causal=ring.causal, parts=ring.parts), local)
 
     def loop(state: tuple, step: jax.Array) -> tuple:
         carry, keys = state
-        return (one_turn(carry, keys, step), ring.shift(keys)), None
+        return (turn(carry, keys, (device - step) % ring.count, False), ring.shift(keys)), None
 
-    carry, keys = one_turn(carry, keys, 0, local=True), ring.shift(keys)
+    carry, keys = turn(carry, keys, device, True), ring.shift(keys)
     if ring.count > 2:
         (carry, keys), _ = lax.scan(loop, (carry, keys), jnp.arange(1, ring.count - 1))
-    return one_turn(carry, keys, ring.count - 1)
+    return turn(carry, keys, (device - (ring.count - 1)) % ring.count, False)
 
 
-def _each_tile(ring: Ring, todo: list[Block], lengths: tuple[int, int], function: Callable[..., Any], carry: Any) -> Any:
-    """`carry` after `function(carry, first query, queries, first key, keys)` for every tile of the blocks, by local indices.
+class _Tile(NamedTuple):
+    """One block as the kernel takes it: where its queries and keys begin on the devices, and how many there are."""
 
-    Tiles are the longest that divide a part of the keys; if these are short, the part is one tile.
+    scoring: Scoring
+    shift: Any
+    inputs: Inputs
+    first: tuple[Any, Any]
+    sizes: tuple[int, int]
+
+
+def _each_tile(ring: Ring, inputs: Inputs, keys: _Keys, source: Any, local: bool, function: Callable[..., Any], carry: Any) -> Any:
+    """`carry` after `function(carry, tile)` for every block of the device's queries with the keys of device `source`."""
+    device = collectives.worker_index((ring.axis,))
+    sizes = inputs.query.shape[1] // ring.parts, keys.key.shape[1] // ring.parts
+    for block in blocks(device, source, local=local, causal=ring.scoring.causal, parts=ring.parts):
+        scoring, shift, wanted = _positions(ring, block, device, source, local, sizes)
+
+        def computed(carry: Any, block: Block = block, scoring: Scoring = scoring, shift: Any = shift) -> Any:
+            first = block.query * sizes[0], block.key * sizes[1]
+            key, value, mask, of_key = _slice(keys, first[1], sizes[1], 1)
+            arrays, count = ScoreArrays(key_mask=mask), inputs.arrays.count
+            if inputs.arrays.segments is not None:
+                arrays = arrays._replace(segments=(_slice(inputs.arrays.segments[0], first[0], sizes[0], 1), of_key))
+            if count is not None:
+                starts = ring.place(device, block.query) * sizes[0], ring.place(source, block.key) * sizes[1]
+                arrays = arrays._replace(count=advance(count, (starts[0], scoring.strides[2]), (starts[1], 1)))
+            query = _slice(inputs.query, first[0], sizes[0], 1)
+            return function(carry, _Tile(scoring, shift, Inputs(query, key, value, arrays), first, sizes))
+
+        carry = computed(carry) if wanted is True else lax.cond(wanted, computed, lambda carry: carry, carry)
+    return carry
+
+
+def _positions(ring: Ring, block: Block, device: Any, source: Any, local: bool, sizes: tuple[int, int]) -> tuple[Scoring, Any, Any]:
+    """The scoring of a block, how much further its first query is than its first key, and whether any query sees a key.
+
+    Without a window only keys of the same part need a causal mask; of the others, `blocks` leaves out what the mask hides.
     """
-    queries, part = (length // ring.parts for length in lengths)
-    size = max(size for size in range(1, min(TILE, part) + 1) if part % size == 0)
-    size = size if size >= min(TILE // 8, part) else part
-    tiles = jnp.array([[block.query * queries, block.key * part + start] for block in todo for start in range(0, part, size)])
-
-    def one_tile(carry: Any, tile: jax.Array) -> tuple:
-        return function(carry, tile[0], queries, tile[1], size), None
-
-    def all_tiles(carry: Any) -> Any:
-        return lax.scan(one_tile, carry, tiles)[0]
-
-    wanted = todo[0].wanted
-    return all_tiles(carry) if wanted is True else lax.cond(wanted, all_tiles, lambda carry: carry, carry)
-
-
-def _forward(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The result, and the log of every query's normaliser [rows, length, groups, heads per group]; 0 if all keys are masked."""
-    rows, length, groups, heads, size = query.shape
-    shape = (rows, groups, heads, length)
-    start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, size), jnp.float32))
-
-    def turn(state: tuple, keys: tuple, todo: list[Block], local: bool) -> tuple:
-        def tile(state: tuple, at: jax.Array, queries: int, first: jax.Array, count: int) -> tuple:
-            highest, total, weighted = _slice(state, at, queries, QUERIES)
-            key, value, mask = _slice(keys, first, count, 1)
-            scores = _scores(ring, local, at, first, _slice(query, at, queries, 1), key, mask)
-            new_highest = jnp.maximum(highest, scores.max(axis=-1))
-            base = jnp.where(new_highest == MASKED, 0.0, new_highest)  # if all were masked so far: avoid inf - inf
-            shares, decay = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
-            more = _dot("bkgqs,bskh->bkgqh", shares.astype(value.dtype), value)
-            return _put(state, (new_highest, total * decay + shares.sum(axis=-1), weighted * decay[..., None] + more), at, QUERIES)
-
-        return _each_tile(ring, todo, (query.shape[1], keys[0].shape[1]), tile, state)
-
-    highest, total, weighted = _around(ring, turn, start, (key, value, mask))
-    all_masked = total == 0
-    total = jnp.where(all_masked, 1.0, total)
-    out = jnp.moveaxis(weighted / total[..., None], QUERIES, 1).astype(query.dtype)
-    return out, jnp.moveaxis(jnp.where(all_masked, 0.0, highest + jnp.log(total)), QUERIES, 1)
+    scoring, (before, after) = ring.scoring, ring.scoring.reach
+    if local and block.query is block.key and sizes[0] == sizes[1]:
+        return scoring, 0, True
+    if scoring.window == (None, None):
+        return dataclasses.replace(scoring, causal=False), 0, block.wanted
+    shift = ring.place(device, block.query) * sizes[0] - ring.place(source, block.key) * sizes[1]
+    wanted = block.wanted
+    if after is not None:
+        wanted &= shift + sizes[0] - 1 + after >= 0
+    if before is not None:
+        wanted &= shift - before < sizes[1]
+    return scoring, shift, wanted
 
 
-def _backward(ring: Ring, inputs: tuple, out: jax.Array, log_total: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
+def _keys(inputs: Inputs) -> _Keys:
+    arrays = inputs.arrays
+    return _Keys(inputs.key, inputs.value, arrays.key_mask, arrays.segments and arrays.segments[1])
+
+
+def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """The result, and the log of every query's normaliser; minus infinity if all keys are masked."""
+    inputs = on_this_device(ring.scoring, inputs, ring.rows, ring.heads)
+    rows, length, heads, _ = inputs.query.shape
+    start = (jnp.zeros((rows, length, heads, inputs.value.shape[3]), jnp.float32), jnp.full((rows, heads, length), -jnp.inf, jnp.float32))
+
+    def tile(state: tuple, tile: _Tile) -> tuple:
+        part = ring.kernel.forward(tile.scoring, tile.shift, tile.inputs, jnp.float32)
+        old = (_slice(state[0], tile.first[0], tile.sizes[0], 1), _slice(state[1], tile.first[0], tile.sizes[0], 2))
+        new = merge(old, part)
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, tile.first[0], dim) for x, y, dim in zip(state, new, (1, 2), strict=True))
+
+    def turn(state: tuple, keys: _Keys, source: Any, local: bool) -> tuple:
+        return _each_tile(ring, inputs, keys, source, local, tile, state)
+
+    out, logs = _around(ring, turn, start, _keys(inputs))
+    return out.astype(inputs.query.dtype), logs
+
+
+def _backward(ring: Ring, inputs: Inputs, out: jax.Array, logs: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
     """Gradients of queries, keys and values. Those of keys and values follow the keys one turn later, so that no turn waits for a sum."""
-    query, key, value, mask = inputs
-    inner = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=-1)
-    by_score = tuple(jnp.moveaxis(x, 1, QUERIES) for x in (log_total, inner))
+    inputs, inner = on_this_device(ring.scoring, inputs, ring.rows, ring.heads), inner_products(out, grad)
 
-    def turn(carry: tuple, keys: tuple, todo: list[Block], local: bool) -> tuple:
-        def tile(carry: tuple, at: jax.Array, queries: int, first: jax.Array, count: int) -> tuple:
-            dquery, dkeys = carry
-            (query_, grad_), (log_total, inner) = _slice((query, grad), at, queries, 1), _slice(by_score, at, queries, QUERIES)
-            key, value, mask = _slice(keys, first, count, 1)
-            shares = jnp.exp(_scores(ring, local, at, first, query_, key, mask) - log_total[..., None])
-            slopes = shares * (_dot("bqkgh,bskh->bkgqs", grad_, value) - inner[..., None]) * ring.scale
-            shares, slopes = shares.astype(grad.dtype), slopes.astype(query.dtype)
-            more = (_dot("bkgqs,bqkgh->bskh", slopes, query_), _dot("bkgqs,bqkgh->bskh", shares, grad_))
-            return _add(dquery, _dot("bkgqs,bskh->bqkgh", slopes, key), at), _add(dkeys, more, first)
+    def tile(carry: tuple, tile: _Tile) -> tuple:
+        (query, key), (queries, _) = tile.first, tile.sizes
+        logs_, inner_ = _slice((logs, inner), query, queries, 2)
+        grad_ = _slice(grad, query, queries, 1)
+        dquery, *dkeys, _ = ring.kernel.backward(tile.scoring, tile.shift, tile.inputs, logs_, inner_, grad_, jnp.float32)
+        return _add(carry[0], dquery, query), _add(carry[1], tuple(dkeys), key)
 
-        carry = (carry[0], carry[1] if local else ring.shift(carry[1]))
-        return _each_tile(ring, todo, (query.shape[1], keys[0].shape[1]), tile, carry)
+    def turn(carry: tuple, keys: _Keys, source: Any, local: bool) -> tuple:
+        return _each_tile(ring, inputs, keys, source, local, tile, (carry[0], carry[1] if local else ring.shift(carry[1])))
 
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
-    dquery, dkeys = _around(ring, turn, (zeros[0], tuple(zeros[1:])), (key, value, mask))
-    return tuple(x.astype(like.dtype) for x, like in zip((dquery, *ring.shift(dkeys)), (query, key, value), strict=True))
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in inputs[:3]]
+    dquery, dkeys = _around(ring, turn, (zeros[0], tuple(zeros[1:])), _keys(inputs))
+    return tuple(x.astype(like.dtype) for x, like in zip((dquery, *ring.shift(dkeys)), inputs[:3], strict=True))
 
 
-def _scores(
-    ring: Ring, local: bool, at: jax.Array, first: jax.Array, query: jax.Array, key: jax.Array, mask: jax.Array | None
-) -> jax.Array:
-    """float32[rows, groups, heads per group, queries, keys], of queries from `at` on and keys from `first` on; minus infinity if masked.
-
-    Only local keys need a causal mask; for those of other devices, `blocks` leaves out what the mask hides.
-    """
-    scores = _dot("bqkgh,bskh->bkgqs", query, key) * ring.scale
-    if local and ring.causal:
-        scores = jnp.where((at + jnp.arange(query.shape[1]))[:, None] >= first + jnp.arange(key.shape[1]), scores, MASKED)
-    return scores if mask is None else jnp.where(mask[:, None, None, None, :], scores, MASKED)
-
-
-def _dot(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)
-
-
-def _slice(tree: Any, start: jax.Array, size: int, dim: int) -> Any:
+def _slice(tree: Any, start: Any, size: int, dim: int) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, dim), tree)
 
 
-def _put(tree: Any, values: Any, start: jax.Array, dim: int) -> Any:
-    return jax.tree.map(lambda x, value: lax.dynamic_update_slice_in_dim(x, value, start, dim), tree, values)
+def _add(tree: Any, values: Any, start: Any) -> Any:
+    def add(x: jax.Array, value: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, value.shape[1], 1) + value, start, 1)
 
-
-def _add(tree: Any, values: Any, start: jax.Array) -> Any:
-    old = jax.tree.map(lambda x, value: lax.dynamic_slice_in_dim(x, start, value.shape[1], 1), tree, values)
-    return _put(tree, jax.tree.map(jnp.add, old, values), start, 1)
+    return jax.tree.map(add, tree, values)
 
 
 def _homes(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -243,8 +273,8 @@ def _homes(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(homes[::2]), tuple(homes[1::2])
 
 
-def into_ring(ring: Ring, *arrays: Any) -> Any:
-    """Arrays in ring order: device i has parts i and 2n - 1 - i of 2n, concatenated. Gradients are sent back the same way."""
+def into_ring(ring: Ring, arrays: Any) -> Any:
+    """Arrays [rows, length, ...] in ring order: device i has parts i and 2n - 1 - i of 2n. Gradients are sent back the same way."""
     firsts, seconds = _homes(ring.count)
 
     def exchange(x: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ from flax.linen.dtypes import promote_dtype
 
 from spmd.nn.attention import attend
 from spmd.nn.attention_kernels import Attend
-from spmd.nn.chunked_attention import ScoreArrays, Scoring
 from spmd.nn.parallel_context import current
+from spmd.nn.scoring import ScoreArrays, Scoring, with_dropout
 
 PRODUCTS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")  # functions of the model's own, in linen
 NAMES = {"jax": "jax.nn.dot_product_attention", "nnx": "flax's nnx attention", "linen": "flax's linen attention"}
@@ -75,15 +75,16 @@ def _of_flax(
         1 / math.sqrt(query.shape[-1]),
         given.get("is_causal", False),
         dropout=dropout,
-        shared_dropout=given["broadcast_dropout"],
         precision=given["precision"],
     )
     arrays = ScoreArrays(
         None if mask is None else _one_batch_dim(mask.astype(bool), batch),
         None if given["bias"] is None else _one_batch_dim(given["bias"], batch),
-        dropout_key=given["dropout_rng"] if dropout else None,
     )
     query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    if dropout:
+        scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        scoring, arrays = with_dropout(scoring, arrays, given["dropout_rng"], scores, shared=given["broadcast_dropout"])
     return attend(Attend(scoring, query, key, value, arrays)).reshape(like.shape)
 
 

@@ -14,8 +14,8 @@ from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.layout.toml_reader import dumps, loads
 from spmd.nn import attention_kernels
 from spmd.nn.attention_kernels import KERNELS, Attend, choose
-from spmd.nn.chunked_attention import ScoreArrays, Scoring
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
+from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.planner.cudnn import cudnn_of
 from spmd.planner.target import Cluster
 
@@ -84,15 +84,19 @@ def test_a_loss_without_attention(golden):
     golden("attention_table_that_applies_to_nothing", str(caught.value))
 
 
-def test_the_ring_has_tiles_of_its_own(golden):
+def test_what_a_ring_takes(golden):
     ring = {"layout": "context_parallel", "mesh": "data=2,context=4"}
     problems = []
-    for table, options in (("cudnn", {}), ("auto", {"window": 3})):
+    for table, options in (("cudnn", {}), ("triton", {}), ("auto", {"mask": jnp.ones((32, 32), bool)})):
         with pytest.raises(OptionError) as caught:
             prepared(table, **ring, **options)
         problems.append(str(caught.value))
     golden("attention_that_the_ring_does_not_have", "\n\n".join(problems))
-    prepared("auto", **ring, causal=True)
+    for table in ("auto", "chunked"):
+        notes = prepared(table, **ring, causal=True, window=3).notes()
+        expected = "attention of 32 queries and keys, 4 heads of 16, float32, a causal mask, a window, in a ring of 4 devices: chunked."
+        assert [note for note in notes if "attention" in note] == [expected]
+    assert choose("auto", attend(causal=True, window=(3, 3)), "cuda", in_ring=True) == ("triton", {})
 
 
 def attend(dtype="bfloat16", queries=64, keys=64, heads=4, groups=4, size=64, arrays=None, **scoring):
@@ -103,6 +107,7 @@ def attend(dtype="bfloat16", queries=64, keys=64, heads=4, groups=4, size=64, ar
 
 IDS = jnp.zeros((2, 64), jnp.int32)
 MASK = jnp.ones((2, 64), bool)
+BIAS = jnp.ones((1, 4, 64, 64))
 REFUSED = [
     ("cudnn", attend("float32"), "it takes bfloat16 and float16, not float32"),
     ("cudnn", attend(size=60), "The head dim must be <= 256 and a multiple of 8, but got 60"),
@@ -110,11 +115,10 @@ REFUSED = [
     ("cudnn", attend(arrays={"key_mask": MASK}), "it does not take a key mask"),
     ("cudnn", attend(arrays={"segments": (IDS, IDS)}), "it does not take segment ids"),
     ("cudnn", attend(window=(3, 3)), "it takes a window only of keys before a query, under a causal mask, without key lengths"),
-    ("triton", attend(queries=72, keys=72), "it takes as many queries as keys, a multiple of 16, not 72 and 72"),
-    ("triton", attend(queries=32), "it takes as many queries as keys, a multiple of 16, not 32 and 64"),
-    ("triton", attend(size=256), "it takes heads of 16 to 128, not 256"),
-    ("triton", attend(causal=True, window=(3, 0)), "it does not take a window"),
-    ("triton", attend(arrays={"segments": (IDS, IDS + 1)}), "it takes the same segment ids for queries and keys"),
+    ("cudnn", attend(arrays={"bias": BIAS}), "it takes a bias as bfloat16[..., 64, 64], for even lengths, not float32[1, 4, 64, 64]"),
+    ("cudnn", attend(arrays={"mask": MASK[:, None, None]}), "it does not take a mask"),
+    ("triton", attend(size=264), "it takes heads up to 256, not 264"),
+    ("triton", attend("float64"), "it takes bfloat16, float16 and float32, not float64"),
     ("splash", attend(), "it takes lengths and head sizes that are multiples of 128, not 64, 64 and 64"),
     ("splash", attend(queries=128, keys=256, size=128, window=(8, 8)), "it takes a window only for as many queries as keys"),
     ("splash", attend(dropout=0.1), "it does not take dropout"),
@@ -137,13 +141,22 @@ def test_auto_takes_the_first_that_can():
         assert choose("auto", attend(causal=True, window=(8, None)), "gpu") == ("cudnn", {})
         assert choose("auto", attend(arrays={"key_lengths": IDS[:, 0]}), "cuda") == ("cudnn", {})
         assert choose("auto", attend(arrays={"segments": (IDS, IDS)}, causal=True), "cuda")[0] == "triton"
-        assert choose("auto", attend(soft_cap=2.0), "cuda")[0] == "chunked"
+        assert choose("auto", attend(arrays={"bias": BIAS.astype("bfloat16")}), "cuda") == ("cudnn", {})
+        for options in (
+            {"soft_cap": 2.0},
+            {"dropout": 0.1},
+            {"window": (3, 3)},
+            {"arrays": {"key_mask": MASK}},
+            {"arrays": {"bias": BIAS}},
+        ):
+            assert choose("auto", attend(**options), "cuda")[0] == "triton"
+        assert choose("auto", attend(size=264), "cuda")[0] == "chunked"
     assert choose("auto", attend(causal=True), "rocm")[0] == "triton", "without cuDNN"
     assert choose("auto", attend(queries=256, keys=128, size=128, causal=True), "tpu") == ("splash", {})
     assert choose("auto", attend(dropout=0.5), "cpu") == ("chunked", {})
 
 
-def sharded(mesh, heads, groups, axes=("data",), rows=8, **options):
+def sharded(mesh, heads, groups, axes=("data",), rows=8, arrays=None, parallel=None):
     """Shapes and manual axes that a kernel sees on a mesh, by way of one that is put in cuDNN's place."""
     seen = []
 
@@ -151,25 +164,35 @@ def sharded(mesh, heads, groups, axes=("data",), rows=8, **options):
         seen.append((call.query.shape, call.key.shape, set(jax.sharding.get_abstract_mesh().manual_axes)))
         return attention_kernels._xla(call)
 
-    parallel = ParallelConfig(spmd.make_mesh(mesh), axes, attention="cudnn", platform="cuda", used=set(), notes={}, **options)
+    config = ParallelConfig(spmd.make_mesh(mesh), axes, attention="cudnn", platform="cuda", used=set(), notes={}, **(parallel or {}))
     random = np.random.default_rng(0)
-    arrays = [jnp.asarray(random.normal(size=(rows, 16, n, 8)), jnp.float32) for n in (heads, groups, groups)]
+    inputs = [jnp.asarray(random.normal(size=(rows, 16, n, 8)), jnp.float32) for n in (heads, groups, groups)]
     ids = jnp.asarray(random.integers(0, 2, (rows, 16)), jnp.int32)
+    bias = (arrays or {}).pop("bias", None)
 
-    def run(query, key, value):
-        return spmd.nn.attention(query, key, value, segment_ids=ids, causal=True)
+    def run(query, key, value, bias):
+        return spmd.nn.attention(query, key, value, segment_ids=ids, causal=True, bias=bias, **(arrays or {}))
 
-    def both_passes(*arrays):
-        out, back = jax.vjp(run, *arrays)
-        return out, *back(jnp.sin(out))
+    def both_passes(*inputs):
+        out, back = jax.vjp(run, *inputs)
+        return out, *jax.tree.leaves(back(jnp.sin(out)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "cudnn", dataclasses.replace(KERNELS["cudnn"], run=kernel, takes=None, refuses=lambda call: None))
-        with parallel_scope(parallel):
-            ours = jax.jit(both_passes)(*arrays)
-    for a, b in zip(ours, jax.jit(lambda *x: both_passes(*x))(*arrays), strict=True):
+        with parallel_scope(config):
+            ours = jax.jit(both_passes)(*inputs, bias)
+    for a, b in zip(ours, jax.jit(lambda *x: both_passes(*x))(*inputs, bias), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
     return seen[0]
+
+
+@pytest.mark.parametrize("rows, heads", [(8, 8), (1, 8), (8, 1), (1, 1)])
+def test_arrays_of_scores_and_dropout_on_shards(rows, heads):
+    """Each device has the mask, the bias and the random numbers of its rows and heads; gradients of a shared bias are summed."""
+    random = np.random.default_rng(1)
+    mask, bias = (jnp.asarray(random.normal(size=(rows, heads, 16, 16)), jnp.float32) for _ in range(2))
+    arrays = {"mask": mask > -1, "bias": bias, "dropout": 0.3, "dropout_key": jax.random.key(3)}
+    assert sharded("data=2,model=4", 8, 4, arrays=arrays) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
 
 
 def test_kernels_see_the_shards_of_a_device():
@@ -181,4 +204,4 @@ def test_kernels_see_the_shards_of_a_device():
     assert sharded("data=8,model=1", 3, 3) == ((1, 16, 3, 8), (1, 16, 3, 8), {"data", "model"})
     assert sharded("data=8,model=1", 3, 3, rows=4) == ((4, 16, 3, 8), (4, 16, 3, 8), {"data", "model"})
     stages = {"pipeline": spmd.Pipeline("stage")}
-    assert sharded("data=2,stage=4", 8, 8, **stages) == ((4, 16, 8, 8), (4, 16, 8, 8), {"data", "stage"})
+    assert sharded("data=2,stage=4", 8, 8, parallel=stages) == ((4, 16, 8, 8), (4, 16, 8, 8), {"data", "stage"})

@@ -1,6 +1,7 @@
 """Attention over a sharded sequence equals attention on one device, forward and backward; work and memory are per shard."""
 
 import collections
+import dataclasses
 import functools
 import math
 
@@ -11,7 +12,9 @@ import pytest
 
 import spmd
 from spmd.errors import DataError, OptionError
-from spmd.nn import ring_attention
+from spmd.nn import chunked_attention, ring_attention
+from spmd.nn.attention_kernels import KERNELS
+from spmd.nn.flash_kernel import INTERPRETED
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 
 ROWS, LENGTH, HEADS, GROUPS, SIZE = 4, 32, 4, 2, 8
@@ -112,9 +115,43 @@ def test_keys_of_another_sequence():
     assert worst(sharded, plain) < 2e-6
 
 
+SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, LENGTH)), axis=1), jnp.int32)
+SEEN = jnp.asarray(np.random.default_rng(2).random((ROWS, LENGTH)) < 0.7)
+OPTIONS = {
+    "causal window": {"causal": True, "window": (9, None)},
+    "window": {"window": (6, 3)},
+    "segments": {"causal": True, "segment_ids": SEGMENTS},
+    "lengths": {"key_lengths": jnp.array([32, 9, 0, 17], jnp.int32)},
+    "dropout": {"causal": True, "dropout": 0.3, "dropout_key": jax.random.key(5)},
+    "everything": {
+        "causal": True, "window": (13, None), "segment_ids": SEGMENTS, "key_mask": SEEN, "soft_cap": 0.8, "scale": 0.7,
+        "dropout": 0.2, "dropout_key": jax.random.key(5),
+    },
+}  # fmt: skip
+OPTION_CASES = [(name, order, kernel) for name in OPTIONS for order in ("balanced", "contiguous") for kernel in ("chunked", "flash")]
+FAST_OPTIONS = [("causal window", "balanced", "chunked"), ("window", "contiguous", "flash")]
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "kernel"),
+    [pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] * (case not in FAST_OPTIONS)) for case in OPTION_CASES],
+)
+def test_options_in_a_ring(name, order, kernel, monkeypatch):
+    """By tiles in XLA, with rows and heads over other axes, and by the kernels for GPUs, interpreted."""
+    if kernel == "flash":
+        monkeypatch.setitem(KERNELS, "chunked", dataclasses.replace(KERNELS["chunked"], tiles=INTERPRETED))
+    options, arrays = OPTIONS[name], inputs()
+    sharded = program(parallel_config("context=4" if kernel == "flash" else "data=2,context=2,model=2", order), **options)
+    outputs = sharded(*arrays)
+    assert worst(outputs, program(ParallelConfig(), **options)(*arrays)) < 5e-6
+    assert worst(outputs[:1], unsharded(options.get("causal", False))[:1]) > 0.01, "the option does something"
+    jaxpr = str(sharded.trace(*arrays).jaxpr)
+    assert "ppermute" in jaxpr and ("flash_attention_dkv" in jaxpr) == (kernel == "flash"), "the arms differ"
+
+
 def test_tiles_of_keys(monkeypatch):
     """Several tiles in each block, which a length of 32 does not need."""
-    monkeypatch.setattr(ring_attention, "TILE", 2)
+    monkeypatch.setattr(chunked_attention, "TILE", 2)
     assert worst(program(parallel_config("context=2"), causal=True)(*inputs()), unsharded(True)) < 2e-6
 
 

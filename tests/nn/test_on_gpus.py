@@ -1,4 +1,4 @@
-"""A wavefront compiled for H100s by XLA:GPU, without one: results are sent while the next tick is computed."""
+"""Programs compiled by XLA:GPU, without a GPU: what is sent while something is computed, and kernels of attention."""
 
 import importlib.util
 import re
@@ -89,3 +89,59 @@ def test_layers_compute_while_others_are_gathered_and_reduced():
     # of each loop's large gathers and reductions, at least one is under way during several products
     assert max(hidden["all-gather"]) >= 3 and max(hidden["reduce-scatter"]) >= 3
     assert "[4,32,2048,2048]" not in program and not re.search(r"\[(8192|4,2048),50304\]", program)  # scores, logits of all tokens
+
+
+@pytest.fixture
+def unsaved():
+    """Programs for a GPU that is not there can be kept, but not loaded."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+LENGTH = 1280
+SIZES = [
+    ("1xh100", "bfloat16", 128, LENGTH),
+    ("1xrtx4090", "bfloat16", 128, 1000),
+    ("1xrtx4090", "float32", 256, LENGTH),
+    ("1xb200", "float16", 72, 999),
+]
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("unsaved")
+@pytest.mark.parametrize("options", ["causal", "all"])
+@pytest.mark.parametrize(("target", "dtype", "size", "length"), SIZES)
+def test_flash_kernels_fit_a_gpu(target, dtype, size, length, options):
+    """In shared memory, forward and backward; and temporaries are a few numbers for each query."""
+    from jax.experimental import topologies
+
+    from spmd.nn.flash_kernel import FLASH
+    from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, tiled_attention
+    from spmd.planner.compile import topology
+    from spmd.planner.target import Cluster
+
+    devices = topologies.get_topology_desc(**topology(Cluster.parse(target))).devices
+    replicated = NamedSharding(Mesh(np.array(devices), ("gpu",)), PartitionSpec())
+
+    def array(*shape, of=dtype):
+        return jax.ShapeDtypeStruct(shape, of, sharding=replicated)
+
+    query, key = array(2, length, 8, size), array(2, length, 2, size)
+    scoring, arrays, bias = Scoring(0.1, causal=True), ScoreArrays(), None
+    if options == "all":
+        scoring = Scoring(0.1, True, (200, None), 3.0, 0.1, (8 * length * length, length * length, length))
+        ids = array(2, length, of="int32")
+        arrays = ScoreArrays(array(2, 1, length, length, of="bool"), None, array(2, length, of="bool"), array(2, of="int32"), (ids, ids))
+        arrays, bias = arrays._replace(count=array(4, of="uint32")), array(1, 8, length, length)
+
+    def forward_and_backward(query, key, value, bias, arrays, grad):
+        out, back = jax.vjp(lambda *x: tiled_attention(FLASH, scoring, Inputs(*x[:3], arrays._replace(bias=x[3]))), query, key, value, bias)
+        return out, back(grad)
+
+    compiled = jax.jit(forward_and_backward).lower(query, key, key, bias, arrays, query).compile()
+    calls = len(re.findall(r"custom_call_target=.__gpu.xla.gpu.triton", compiled.as_text()))
+    assert calls == 3 + (options == "all"), "the bias has a kernel of its own"
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2 * 8 * length * np.dtype("float32").itemsize

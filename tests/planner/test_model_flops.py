@@ -94,11 +94,13 @@ def kernel(name, scope):
     [
         ("__cudnn$fmhaSoftmax", "jvp()/custom_partitioning", 2),
         ("__cudnn$fmhaSoftmaxBackward", "transpose(jvp())/custom_partitioning", 5),
-        ("__gpu$xla.gpu.triton", "jvp()/shard_map/jit(mha)/mha_forward/pallas_call", 2),
+        ("__gpu$xla.gpu.triton", "jvp()/shard_map/flash_attention_forward/pallas_call", 2),
+        ("__gpu$xla.gpu.triton", "transpose(jvp())/shard_map/flash_attention_dkv/pallas_call", 4),
+        ("__gpu$xla.gpu.triton", "transpose(jvp())/shard_map/flash_attention_dq/pallas_call", 3),
+        ("__gpu$xla.gpu.triton", "transpose(jvp())/shard_map/flash_attention_dbias/pallas_call", 2),
+        ("__gpu$xla.gpu.triton", "jvp()/jit(mha)/mha_forward/pallas_call", 2),
         ("__gpu$xla.gpu.triton", "transpose(jvp())/mha_preprocess_backward/pallas_call", 0),
-        ("__gpu$xla.gpu.triton", "transpose(jvp())/shard_map/mha_backward/pallas_call", 7),
-        ("__gpu$xla.gpu.triton", "transpose(jvp())/flash_attention_bwd_dkv/pallas_call", 4),
-        ("__gpu$xla.gpu.triton", "transpose(jvp())/flash_attention_bwd_dq/pallas_call", 3),
+        ("__gpu$xla.gpu.triton", "transpose(jvp())/mha_backward/pallas_call", 7),
         ("__gpu$xla.gpu.triton", "blocks/attention/my_kernel/pallas_call", 0),
     ],
 )

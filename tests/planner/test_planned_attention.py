@@ -1,6 +1,7 @@
 """Fused attention in plans for GPUs, of programs compiled by XLA:GPU without one: kernels on every mesh, and no array of all scores."""
 
 import dataclasses
+import functools
 import importlib.util
 import re
 
@@ -52,7 +53,7 @@ def planned(implementation, layout, mesh, model=Stacked, **options):
     chosen = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "mesh": mesh, "layout": layout}
     plan = spmd.plan(lambda: model(), batch, target="4xh100", precision="bfloat16", **chosen)
     hlo = plan.compiled.hlo
-    kernels = hlo.count('custom_call_target="__cudnn$fmha'), len(re.findall(r"custom-call.*mha_(?:forward|backward)", hlo))
+    kernels = hlo.count('custom_call_target="__cudnn$fmha'), len(re.findall(r"custom-call.*flash_attention_(?:forward|dq|dkv)", hlo))
     return plan, kernels, bool(re.search(rf"\[[\d,]*{LENGTH},{LENGTH}\]", hlo))
 
 
@@ -61,7 +62,7 @@ CASES = [
     pytest.param("auto", "fsdp", "data=4", (2, 0), {}, id="fsdp"),
     pytest.param("cudnn", "fsdp_tensor_parallel", "data=2,model=2", (3, 0), BY_LAYER, id="model axes, recomputed"),
     pytest.param("auto", "tensor_parallel", "data=2,model=2", (2, 0), {"gradients": spmd.Gradients("compiler")}, id="compiler"),
-    pytest.param("triton", "fsdp_tensor_parallel", "data=2,model=2", (0, 2), {}, id="triton"),
+    pytest.param("triton", "fsdp_tensor_parallel", "data=2,model=2", (0, 3), {}, id="triton"),
     pytest.param("chunked", "fsdp_tensor_parallel", "data=2,model=2", (0, 0), {}, id="chunked"),
     pytest.param("auto", "fsdp", "data=4", (2, 0), {"model": Unchanged}, id="flax, unchanged"),
 ]
@@ -71,7 +72,7 @@ CASES = [
 @pytest.mark.system
 @pytest.mark.parametrize(("implementation", "layout", "mesh", "kernels", "options"), CASES)
 def test_kernels_in_the_program_for_h100s(implementation, layout, mesh, kernels, options):
-    """Forward and backward, and forward again where layers are recomputed."""
+    """Forward and backward (of Triton, one for queries and one for keys), and forward again where layers are recomputed."""
     plan, found, all_scores = planned(implementation, layout, mesh, **options)
     assert plan.compiled.exact
     assert found == kernels
@@ -79,6 +80,24 @@ def test_kernels_in_the_program_for_h100s(implementation, layout, mesh, kernels,
     name = "cudnn" if implementation == "auto" else implementation
     heads = 2 if "model" in mesh else 4
     assert f"attention of {LENGTH} queries and keys, {heads} heads of 64, bfloat16, a causal mask: {name}." in plan.notes
+
+
+@needs_compiler
+@pytest.mark.system
+def test_kernels_in_a_ring_of_h100s():
+    """Local keys, the others in a loop, and the last: two blocks of the causal mask at least in each, forward and backward."""
+    layout = spmd.Layout.load("context_parallel")
+    batch = {"tokens": jax.ShapeDtypeStruct((ROWS, 2 * LENGTH), "int32"), "targets": jax.ShapeDtypeStruct((ROWS, 2 * LENGTH), "int32")}
+    chosen = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "mesh": "data=2,context=4", "layout": layout}
+    model = functools.partial(gpt.GPT, vocab=512, width=256, depth=1, heads=4, length=2 * LENGTH)
+    plan = spmd.plan(lambda: model(rngs=nnx.Rngs(0)), batch, target="8xh100", precision="bfloat16", **chosen)
+    hlo = plan.compiled.hlo
+    calls = {name: len(re.findall(rf"custom-call.*flash_attention_{name}/", hlo)) for name in ("forward", "dq", "dkv")}
+    assert calls == dict.fromkeys(("forward", "dq", "dkv"), 3 + 2 + 2)
+    assert re.search(r"custom-call.*while/body.*flash_attention_forward/", hlo)
+    assert not re.search(rf"\[[\d,]*{LENGTH // 4},{LENGTH // 4}\]", hlo), "no scores of a block"
+    expected = f"attention of {2 * LENGTH} queries and keys, 4 heads of 64, bfloat16, a causal mask, in a ring of 4 devices: triton."
+    assert expected in plan.notes
 
 
 @needs_compiler
