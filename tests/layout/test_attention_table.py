@@ -110,6 +110,7 @@ MASK = jnp.ones((2, 64), bool)
 BIAS = jnp.ones((1, 4, 64, 64))
 REFUSED = [
     ("cudnn", attend("float32"), "it takes bfloat16 and float16, not float32"),
+    ("cudnn", attend(queries=197, keys=197), "Unsupported sequence length Q 197, KV 197"),
     ("cudnn", attend(size=60), "The head dim must be <= 256 and a multiple of 8, but got 60"),
     ("cudnn", attend(soft_cap=3.0, dropout=0.1), "it does not take a soft cap, dropout"),
     ("cudnn", attend(arrays={"key_mask": MASK}), "it does not take a key mask"),
