@@ -93,7 +93,8 @@ def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack)
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
         (x, full), (number,) = carry, inputs
-        following = gather(_layer(stack.shards, number + 1))
+        after = _layer(stack.shards, number + 1)
+        following = gather(begin_with(after, x) if loop.unroll else after)
         x, kept, saved = run(x, full, _layer(stack.others, number))
         return (x, following), (kept, saved)
 
@@ -158,7 +159,8 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
         dx, full, dfull, dconstants, done = carry
         number, saved = inputs
-        following = gather(_layer(stack.shards, jnp.maximum(number - 1, 0)))
+        before = _layer(stack.shards, jnp.maximum(number - 1, 0))
+        following = gather(begin_with(before, dx) if loop.unroll else before)
         done = reduced(number + 1, dfull, done)
         dx, dfull, dothers, more = gradients(number, saved, full, dx)
         done = done._replace(others=_put(done.others, number, dothers))
@@ -174,6 +176,11 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
 
 
 _scan.defvjp(_scan_forward, _scan_backward)
+
+
+def begin_with(shards: Tree, computed: Tree) -> Tree:
+    """`shards`, of which no use begins before `computed` is there: without a loop a compiler could gather all layers at once."""
+    return lax.optimization_barrier((shards, computed))[0]
 
 
 def _run_loop(loop: _Loop, body: Callable, carry: Tree, xs: tuple, *, reverse: bool = False) -> tuple[Tree, Tree]:
@@ -215,5 +222,5 @@ def _differentiable(grads: Tree) -> Tree:
 def _complete(grads: Tree, like: Tree) -> Tree:
     """The inverse of `_differentiable`."""
     leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
-    pairs = zip(leaves, jax.tree.leaves(like), strict=True)
-    return jax.tree.unflatten(structure, [_no_gradient(old) if leaf is None else leaf for leaf, old in pairs])
+    pairs = zip(leaves, jax.tree.leaves(like, is_leaf=lambda leaf: leaf is None), strict=True)
+    return jax.tree.unflatten(structure, [_no_gradient(old) if leaf is None and old is not None else leaf for leaf, old in pairs])

@@ -77,7 +77,7 @@ class LayerStack(nnx.Module):
             def run_layer(x: Tree, variables: tuple) -> tuple[Any, Tree]:
                 return call(x, (rows, arrays), variables, lambda key: key)
 
-            y, kept = run_layers(parallel, layers, run_layer, x)
+            y, kept = run_layers(parallel, layers, run_layer, x, layers.variables, unroll=parallel.unroll)
         else:
             y, kept = _pipelined(parallel, layers, call, x, rows, arrays)
         layers.keep(kept)

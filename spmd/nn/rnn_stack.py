@@ -1,7 +1,8 @@
 """A deep recurrent network: a scan over layers and time on one device, a wavefront along a mesh axis under a layout with `[pipeline]`."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from spmd.nn.layer_stack import layers_per_stage
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.pipeline_executor import from_last_stage, run_schedule
 from spmd.nn.schedule import best_chunk, make_schedule
-from spmd.nn.stacking import Layers, Repeated, scan_layers, stack_modules, unstack_module
+from spmd.nn.stacking import Layers, Repeated, run_layers, scan_layers, stack_modules, unstack_module
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
 from spmd.wire import collectives
@@ -92,12 +93,14 @@ class RNNStack(nnx.Module):
         check_inputs("RNNStack", x, lengths, beside)
         drop = self.dropout if not self.deterministic else 0.0
         cells = Cells(layers, layers.count if self.residual_from is None else self.residual_from, drop)
-        initial = cells.initial_carries(x) if initial is None else cells.checked(initial, x)
+        initial = cells.checked(initial, x) if initial is not None else None  # each layer makes its own then
         key = self.rngs() if drop and self.rngs is not None else None
         along = {"x": jnp.swapaxes(x, 0, 1)} | ({} if beside is None else {"beside": jnp.swapaxes(beside, 0, 1)})
         if parallel.stages == 1:
-            y, carry = cells.run((layers.variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll)
+            run = functools.partial(run_layers, parallel, layers)
+            y, carry = cells.run(run, (layers.variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll)
         else:
+            initial = cells.initial_carries(x) if initial is None else initial
             y, carry = _wavefront(parallel, cells, layers.variables, initial, along, lengths, key)
         return (jnp.swapaxes(y, 0, 1), carry) if return_carry else jnp.swapaxes(y, 0, 1)
 
@@ -116,10 +119,9 @@ class Cells:
 
     def initial_carries(self, x: jax.Array) -> Tree:
         """Every cell's default carry, [layers, rows, ...]."""
-        carry = self.initial_carry(jax.tree.map(lambda leaf: leaf[0], self.layers.variables), jnp.swapaxes(x, 0, 1))
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.layers.count, *leaf.shape)), carry)
+        return jax.vmap(lambda variables: self.initial_carry(variables, jnp.swapaxes(x, 0, 1)))(self.layers.variables)
 
-    def initial_carry(self, variables: tuple, x: jax.Array) -> Tree:
+    def initial_carry(self, variables: Sequence[Tree], x: jax.Array) -> Tree:
         """The default carry of the cell with these arrays, [rows, ...], for x [time, rows, features]."""
         carry, _ = self.layers.call(lambda cell: cell.initialize_carry(x.shape[1:], rngs=nnx.Rngs(0)), variables)
         return carry  # zeros need no key, but flax requires one
@@ -141,11 +143,23 @@ class Cells:
             raise ModelError(f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.", fix="[layers, rows, ...] each.")
         return initial
 
-    def run(self, parts: tuple, first: Any, along: dict[str, jax.Array], start: Any, lengths: Any, key: Any, *, unroll: bool) -> tuple:
+    def run(
+        self,
+        scan: Callable[..., tuple],
+        parts: tuple,
+        first: Any,
+        along: dict[str, jax.Array],
+        start: Any,
+        lengths: Any,
+        key: Any,
+        *,
+        unroll: bool,
+    ) -> tuple:
         """Some layers on a chunk: the output of the last one, and the carries of all.
 
         Args:
-          parts: their variables and carries, leaves [these layers, ...].
+          scan: `scan_layers`, or what gathers parameters, too.
+          parts: their variables and carries, leaves [these layers, ...]; carries None: the cells' default.
           first: the number of the first of them.
           start: the number of the chunk's first step.
           lengths: a number of steps, or one for each row; None: all steps count.
@@ -153,18 +167,19 @@ class Cells:
         steps = start + jnp.arange(along["x"].shape[0])
 
         def layer(x: jax.Array, part: tuple) -> tuple[jax.Array, Tree]:
-            variables, carry, number = part
+            *variables, carry, number = part
+            carry = self.initial_carry(variables, x) if carry is None else carry
             if self.dropout:
                 x = jnp.where(number > 0, self._dropped(x, jax.random.fold_in(key, number), steps), x)
             y, carry = self.over_time(variables, carry, x, along.get("beside"), steps, lengths, unroll=unroll)
             return jnp.where(number >= self.residual_from, x + y, y) if self.residual_from < self.layers.count else y, carry
 
         variables, carry = parts
-        numbers = first + jnp.arange(jax.tree.leaves(carry)[0].shape[0])
+        numbers = first + jnp.arange(jax.tree.leaves(variables)[0].shape[0])
         # Unrolled: a loop over layers would copy the residuals of each loop over time once more.
-        return scan_layers(layer, along["x"], (variables, carry, numbers), unroll=True)
+        return scan(layer, along["x"], (*variables, carry, numbers), unroll=True)
 
-    def over_time(self, variables: tuple, carry: Tree, x: jax.Array, beside: Any, steps: Any, lengths: Any, *, unroll: bool) -> tuple:
+    def over_time(self, variables: Sequence[Tree], carry: Tree, x: jax.Array, beside: Any, steps: Any, lengths: Any, *, unroll: bool) -> tuple:
         """One layer on a chunk: its output and its carry."""
 
         def step(carry: Tree, inputs: tuple) -> tuple[Tree, jax.Array]:
@@ -225,7 +240,7 @@ def _wavefront(parallel: ParallelConfig, cells: Cells, variables: tuple, initial
             variables, beside = inputs
             chunks = {"x": x} | {name: other[number] for name, other in beside.items()}
             first = collectives.worker_index((axis,)) * stage_layers
-            y, carry = cells.run((variables, carry), first, chunks, number * chunk, lengths, local_key, unroll=parallel.unroll)
+            y, carry = cells.run(scan_layers, (variables, carry), first, chunks, number * chunk, lengths, local_key, unroll=parallel.unroll)
             return carry, y
 
         carry, y = run_schedule(parallel, schedule, work, (variables, along), carry, x)

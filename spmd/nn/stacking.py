@@ -226,7 +226,7 @@ class Layers:
         """The number of layers."""
         return jax.tree.leaves(self.variables)[0].shape[0]
 
-    def call(self, function: Callable[[Any], Any], variables: tuple, change: Callable[[Any], Any] = lambda key: key) -> tuple[Any, Tree]:
+    def call(self, function: Callable[[Any], Any], variables: Sequence[Tree], change: Callable[[Any], Any] = lambda key: key) -> tuple[Any, Tree]:
         """`function(layer)` for the layer with these arrays, and its `kept` afterwards; `change` is applied to its keys first."""
         params, keys, kept = variables
         wrapped = jax.tree.map(lambda data, impl: change(jax.random.wrap_key_data(data, impl=impl)), keys, self._impls)
@@ -275,16 +275,19 @@ class Layers:
             nnx.update(self._module, nnx.from_flat_state(changed))
 
 
-def run_layers(parallel: ParallelConfig, layers: Layers, run_layer: Callable[..., tuple], x: Tree) -> tuple[Tree, Tree]:
-    """`run_layer(x, variables) -> (x, kept)` from layer to layer; where the step says so, with parameters that are gathered layer by layer.
+def run_layers(
+    parallel: ParallelConfig, layers: Layers, run_layer: Callable[..., tuple], x: Tree, xs: tuple, *, unroll: bool
+) -> tuple[Tree, Tree]:
+    """`run_layer(x, layer's part of xs) -> (x, kept)` from layer to layer; where the step says so, with parameters that are gathered layer
+    by layer. `xs`: the parameters of `layers`, then all else that has a value for each layer.
 
     Of what the forward pass computes, the backward pass then keeps all, or what `[remat]` says of the layers, but never gathered
     parameters and copies of them in other dtypes or orders of dims.
     """
     gather = parallel.gather_layer
     if gather is None:
-        return scan_layers(run_layer, x, layers.variables, unroll=parallel.unroll)
-    (params, *others), paths = layers.variables, layers.paths
+        return scan_layers(run_layer, x, xs, unroll=unroll)
+    (params, *others), paths = xs, layers.paths
     communication = Communication(functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths))
     remat_policy = gather.remat_policy(next(path.removesuffix(f"/{name}") for name, path in paths.items()))
     sizes = {leaf.size for leaf in jax.tree.leaves(jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], params)))}
@@ -303,7 +306,7 @@ def run_layers(parallel: ParallelConfig, layers: Layers, run_layer: Callable[...
         return remat_policy is None or remat_policy(primitive, *inputs, **params)
 
     residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
-    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy=policy, unroll=parallel.unroll)
+    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy=policy, unroll=unroll)
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:

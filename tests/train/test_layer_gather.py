@@ -1,6 +1,7 @@
 """Parameters of a stack gathered one layer at a time inside its scan, and their gradients reduced there."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from flax import nnx
 import spmd
 from spmd.errors import LayoutError
 from spmd.jaxpr import equations
-from spmd.nn import LayerStack
+from spmd.nn import LayerStack, RNNStack
 from spmd.tree import flatten
 from spmd.wire.reduction import RESIDUAL
 
@@ -81,6 +82,17 @@ def assert_close(ours, theirs, tolerance=2e-6):
         np.testing.assert_allclose(value, theirs[path], rtol=tolerance, atol=tolerance, err_msg=path)
 
 
+class Recurrent(nnx.Module):
+    def __init__(self, dropout=0.0):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.stack = RNNStack([nnx.GRUCell(WIDTH, WIDTH, rngs=rngs) for _ in range(4)], residual_from=1, dropout=dropout, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 3, rngs=rngs)
+
+    def __call__(self, x):
+        lengths = 2 + (x[:, 0] > 0).astype(jnp.int32)
+        return self.out(self.stack(x[:, None] * jnp.arange(1.0, 5.0)[:, None], lengths=lengths).sum(1))
+
+
 def gathered_by_layer(trainer):
     return trainer.prepare(batch())[0].sync.layerwise
 
@@ -130,20 +142,38 @@ CODECS = {
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate):
+    check_residual("stack/layers/down/kernel", lambda: Net(), codec, accumulate)
+
+
+def test_what_a_codec_loses_of_a_recurrent_layer_is_in_its_residual():
+    check_residual("stack/cells/dense_h/kernel", lambda: Recurrent(), "int8", 1)
+
+
+def check_residual(path, net, codec, accumulate):
     # with plain SGD at a rate of 1, what was applied plus the mean residual is the true mean gradient
     def step_of(layout):
         mesh = spmd.make_mesh("data=8")
-        trainer = spmd.Trainer(lambda: Net(), loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout, accumulate=accumulate)
+        trainer = spmd.Trainer(net, loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout, accumulate=accumulate)
         return trainer, trainer.step(trainer.init(), batch())[0]
 
     (trainer, lossy), (_, exact) = step_of(sharded("layer", error_feedback=True, **CODECS[codec])), step_of(sharded("full"))
-    path = "stack/layers/down/kernel"
     assert path in gathered_by_layer(trainer)
     residual = np.asarray(lossy.exchange[path][RESIDUAL])
-    assert residual.shape == (8, LAYERS, 28, WIDTH) and np.abs(residual).max() > 1e-5
+    assert residual.shape == (8, *params(exact)[path].shape) and np.abs(residual).max() > 1e-5
     applied, true = params(lossy)[path], params(exact)[path]
     assert np.abs(applied - true).max() > 1e-6
     np.testing.assert_allclose(applied - residual.mean(0), true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recurrent_layers_are_gathered_one_by_one(dropout):
+    layer, one = trainer_of(sharded("layer"), net=lambda: Recurrent(dropout)), trainer_of("data_parallel", "data=1", lambda: Recurrent(dropout))
+    assert "stack/cells/dense_h/kernel" in gathered_by_layer(layer)
+    assert_close(params(train(layer)[0]), params(train(one)[0]))
+    text = layer.prepare(batch())[0].compile().as_text()
+    assert not re.search(rf"f32\[4,{WIDTH},{3 * WIDTH}\]\S* all-gather", text) and "all-gather" in text
+    full = trainer_of(sharded("full"), net=lambda: Recurrent(dropout)).prepare(batch())[0].compile().as_text()
+    assert re.search(rf"f32\[4,{WIDTH},{3 * WIDTH}\]\S* all-gather", full)
 
 
 def test_residuals_of_layers_serve_the_next_step_and_are_restored(tmp_path):
