@@ -43,7 +43,7 @@ class Call:
     averages, an embedding) would otherwise turn it, and all layers after it, into float32. `remat` has patterns of submodules that are
     recomputed in the backward pass, with the policy of each. `output_hook` is asked by path of every
     submodule that can be called, and gives what its outputs go through, or None. `products` is asked by path of every layer that has a
-    `dot_general`, and gives the one to use.
+    `dot_general`, and gives the one to use. `blocks`, `spmd.models.blocks.BlockCalls`, takes over calls of submodules.
     """
 
     training: bool
@@ -54,6 +54,7 @@ class Call:
     dtype: Any = None
     output_hook: Callable[[str], Callable[[Any], Any] | None] = lambda path: None
     products: Callable[[str, Any], Any] = lambda path, dot_general: dot_general
+    blocks: Any = None
 
 
 class Model(abc.ABC):

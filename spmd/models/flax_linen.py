@@ -5,12 +5,24 @@ from typing import Any
 
 import jax
 from flax import linen
-from flax.core import unfreeze
+from flax.core import lift, unfreeze
+from flax.linen.transforms import lift_direct_transform
 
 from spmd.errors import ModelError, raise_problems
-from spmd.models.base import Call, Model, Variables, no_such_module, remat_policies, shape_problems, trace_abstractly, with_train_flag
+from spmd.models.base import (
+    RECOMPUTED,
+    Call,
+    Model,
+    Variables,
+    no_such_module,
+    remat_policies,
+    shape_problems,
+    trace_abstractly,
+    with_train_flag,
+)
+from spmd.models.blocks import BlockCalls, BlockTrace
 from spmd.path_match import matches
-from spmd.tree import Tree, flatten, path_of
+from spmd.tree import Tree, flatten, map_paths, path_of
 
 
 class LinenModel(Model):
@@ -112,6 +124,31 @@ class LinenCall:
         return outputs
 
 
+def _call_block(blocks: BlockCalls, path: str, module: linen.Module, call: Callable[[linen.Module], Any]) -> Any:
+    """`call(module)` by way of `blocks`, as a function of the module's parameters and other variables."""
+
+    def lifted(function: Callable[..., Any], scopes: Any) -> Any:
+        def run_packed(scope_of: Any, variables_of: Any, variables: tuple, rngs: tuple) -> tuple[Any, Any]:
+            (collections,) = variables  # of the module, and of modules that it was given
+            own = dict(collections[0].get("params", {}))
+            names = flatten(own)
+
+            def run(params: dict[str, Any], others: tuple) -> tuple[Any, Any]:
+                variables, rngs = others
+                named = map_paths(lambda name, _: params[name], own)
+                scope = scope_of((({**variables[0][0], "params": named}, *variables[0][1:]),), rngs)
+                return function(scope), variables_of(scope)
+
+            if len(collections) > 1 and isinstance(blocks, BlockTrace):
+                blocks.reasons[path] = "it uses modules that were made outside of it"
+            rest = ({name: part for name, part in collections[0].items() if name != "params"}, *collections[1:])
+            return blocks.run(path, run, names, ((rest,), rngs))
+
+        return lift.pack(run_packed, (True,), (True,), (True,))(scopes)
+
+    return lift_direct_transform(lifted, (call,), module)
+
+
 def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
     """Linen's hook for what nnx lets us set on the module: synchronised BatchNorm, remat by path, and what outputs go through."""
     active: set[str] = set()
@@ -132,13 +169,22 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
         change = call.output_hook(path) or (lambda outputs: outputs)
         called[path] = None
         policies = remat_policies(call.remat, called) if call.remat else {}
-        if path not in policies:
+        if path in policies:
+            seen.add(path)
+
+        def again(inner: linen.Module) -> Any:
+            return type(inner).__call__(inner, *args, **kwargs)  # type: ignore[operator]
+
+        def recomputed(inner: linen.Module) -> Any:
+            """Unless by its caller."""
+            return linen.remat(again, policy=policies[path])(inner) if path in policies and not RECOMPUTED.get() else again(inner)
+
+        takes = call.blocks is not None and call.blocks.takes(path)
+        if path not in policies and not takes:
             return change(next_fun(*args, **kwargs))
-        again = linen.remat(lambda inner: type(inner).__call__(inner, *args, **kwargs), policy=policies[path])
         active.add(path)
-        seen.add(path)
         try:
-            return change(again(module))
+            return change(_call_block(call.blocks, path, module, recomputed) if takes else recomputed(module))
         finally:
             active.discard(path)
 

@@ -9,6 +9,8 @@ from flax import nnx
 
 from spmd.errors import ModelError
 from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, remat_policies, trace_abstractly
+from spmd.models.blocks import BlockCalls
+from spmd.models.nnx_blocks import call_block
 from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
 
@@ -102,6 +104,9 @@ class NnxModel(Model):
         for path, policy in remat_policies(call.remat, callables).items():
             note = functools.partial(self._called.update, matched[path])
             modules[path].__class__ = _rematerialised(type(modules[path]), policy, note)
+        for path in callables if call.blocks is not None else ():
+            if call.blocks.takes(path):
+                modules[path].__class__ = _as_block(type(modules[path]), path, call.blocks)
         for path, sub in modules.items():
             change = call.output_hook(path) if callable(sub) else None
             if change is not None:
@@ -168,6 +173,15 @@ def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], N
             RECOMPUTED.reset(token)
 
     return _subclass(kind, "Remat", __call__)
+
+
+def _as_block(kind: type, path: str, blocks: BlockCalls) -> type:
+    """A subclass of an nnx module whose call is taken over by `blocks`."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call_block(kind, path, blocks, self, args, kwargs)
+
+    return _subclass(kind, "Block", __call__)
 
 
 def _with_changed_outputs(kind: type, change: Callable[[Any], Any]) -> type:

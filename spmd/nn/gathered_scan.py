@@ -106,7 +106,7 @@ def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack)
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("leaves",), meta_fields=("structure", "sources"))
 @dataclasses.dataclass(frozen=True)
-class _Saved:
+class Saved:
     """What a layer saves for its backward pass: of the leaves of what `jax.vjp` returns, those that are no input but x.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Saved:
     sources: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., tuple], inputs: tuple) -> "_Saved":
+    def of(cls, function: Callable[..., tuple], inputs: tuple) -> "Saved":
         """Of what `jax.vjp` returned."""
         leaves, structure = jax.tree.flatten(function)
         known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(inputs))}
@@ -134,9 +134,9 @@ class _Saved:
 
 
 def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[tuple[Tree, Tree], tuple]:
-    def run(x: Tree, *inputs: Tree) -> tuple[Tree, Tree, _Saved]:
+    def run(x: Tree, *inputs: Tree) -> tuple[Tree, Tree, Saved]:
         (y, kept), function = jax.vjp(loop.run, x, *inputs, constants)
-        return y, kept, _Saved.of(function, (*inputs, constants))
+        return y, kept, Saved.of(function, (*inputs, constants))
 
     x, kept, saved = _forward_loop(loop, run, x, stack)
     return (x, kept), (saved, stack, constants)
@@ -147,9 +147,9 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
     (gather, reduce), count = loop.communication, _count(stack)
     dy, dkept = cotangents
 
-    def gradients(number: Any, saved: _Saved, full: Tree, dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
+    def gradients(number: Any, saved: Saved, full: Tree, dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
         inputs = full, _layer(stack.others, number), constants
-        return _differentiable(saved.gradients(inputs, (_complete(dx, dy), _layer(dkept, number))))
+        return differentiable(saved.gradients(inputs, (complete(dx, dy), _layer(dkept, number))))
 
     def reduced(number: Any, dfull: Tree, done: Stack) -> Stack:
         """`done` with the reduced gradients of a layer, and its next residuals in place of those before."""
@@ -167,12 +167,12 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
         return (dx, following, dfull, jax.tree.map(jnp.add, dconstants, more), done), None
 
     following = gather(_layer(stack.shards, max(count - 2, 0)))
-    dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, _differentiable(dy))
-    done = _differentiable(jax.tree.map(_no_gradient, stack))
+    dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, differentiable(dy))
+    done = differentiable(jax.tree.map(_no_gradient, stack))
     done = done._replace(others=_put(done.others, count - 1, dothers), residuals=stack.residuals)
     carry = dx, following, dfull, dconstants, done
     (dx, _, dfull, dconstants, done), _ = _run_loop(loop, body, carry, (np.arange(count - 1), saved), reverse=True)
-    return _complete(dx, dy), _complete(reduced(0, dfull, done), stack), _complete(dconstants, constants)
+    return complete(dx, dy), complete(reduced(0, dfull, done), stack), complete(dconstants, constants)
 
 
 _scan.defvjp(_scan_forward, _scan_backward)
@@ -214,13 +214,13 @@ def _no_gradient(leaf: Any) -> Any:
     return jnp.zeros_like(leaf) if floating else np.zeros(leaf.shape, jax.dtypes.float0)
 
 
-def _differentiable(grads: Tree) -> Tree:
+def differentiable(grads: Tree) -> Tree:
     """Gradients without those of integers, which have none."""
     return jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, grads)
 
 
-def _complete(grads: Tree, like: Tree) -> Tree:
-    """The inverse of `_differentiable`."""
+def complete(grads: Tree, like: Tree) -> Tree:
+    """The inverse of `differentiable`."""
     leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
     pairs = zip(leaves, jax.tree.leaves(like, is_leaf=lambda leaf: leaf is None), strict=True)
     return jax.tree.unflatten(structure, [_no_gradient(old) if leaf is None and old is not None else leaf for leaf, old in pairs])

@@ -1,8 +1,9 @@
 """Stacks structurally equal nnx modules into one module whose arrays have the layers along dim 0, and unstacks them."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -290,14 +291,30 @@ def run_layers(
     (params, *others), paths = xs, layers.paths
     communication = Communication(functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths))
     remat_policy = gather.remat_policy(next(path.removesuffix(f"/{name}") for name, path in paths.items()))
-    sizes = {leaf.size for leaf in jax.tree.leaves(jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], params)))}
+    full = jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], params))
 
     def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
-        token = RECOMPUTED.set(remat_policy is not None)
-        try:
+        with recomputed_by_caller(remat_policy is not None):
             return _same_shape(run_layer, x, (full, *others))
-        finally:
-            RECOMPUTED.reset(token)
+
+    residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
+    policy = gathered_policy(full, remat_policy)
+    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy=policy, unroll=unroll)
+
+
+@contextlib.contextmanager
+def recomputed_by_caller(recomputed: bool) -> Iterator[None]:
+    """Whether the module that is called inside is recomputed by what surrounds this."""
+    token = RECOMPUTED.set(recomputed)
+    try:
+        yield
+    finally:
+        RECOMPUTED.reset(token)
+
+
+def gathered_policy(full: Tree, remat_policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The policy of `jax.checkpoint` for a layer: what `[remat]` says, or all; but no gathered parameters `full`, moved or cast."""
+    sizes = {leaf.size for leaf in jax.tree.leaves(full)}
 
     def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
         own_name = remat_policy is not None and primitive.name == "name" and params["name"] != LAYER_PARAMS  # the layout asks for it
@@ -305,8 +322,7 @@ def run_layers(
             return False
         return remat_policy is None or remat_policy(primitive, *inputs, **params)
 
-    residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
-    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy=policy, unroll=unroll)
+    return policy
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:

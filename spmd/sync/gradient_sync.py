@@ -39,11 +39,13 @@ class GradientSync:
     """A layout's `[gradients]`, applied to a model on a mesh.
 
     `layerwise`: paths of the parameters that are gathered one layer at a time, and whose gradients are reduced there (`layer_gather.py`).
+    `blocks`: paths of equal modules outside of stacks whose parameters are among them, in the order of their calls.
     """
 
     resolved: Resolved
     mesh_axes: MeshAxes
     layerwise: frozenset[str] = frozenset()
+    blocks: tuple[tuple[str, ...], ...] = ()
 
     @functools.cached_property
     def reduction(self) -> Reduction:
@@ -76,6 +78,10 @@ class GradientSync:
             limit = min(limit, MAX_EXACT_BUCKET)
         specs = self.gradient_specs
         return [bucket for paths in self.fragments for bucket in make_buckets({path: specs[path] for path in paths}, limit)]
+
+    def is_sharded(self, path: str) -> bool:
+        """Whether a parameter is sharded over workers."""
+        return any(keep_axes(self.resolved.placements[path].spec, self.mesh_axes.data_axes))
 
     # state between steps ---------------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
-"""Parameters of stacks, gathered one layer at a time inside the scan over layers; their gradients are reduced in the backward scan (FSDP).
+"""Parameters of stacks and of lists of blocks, gathered one layer at a time; their gradients are reduced in the backward pass (FSDP).
 
 Zhao et al. 2023, arXiv:2304.11277, of ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax
 from spmd.errors import LayoutError, Problem, raise_problems
 from spmd.jaxpr import uses
 from spmd.models.base import LAYER_PARAMS, Model
+from spmd.models.blocks import BlockTrace, block_groups
 from spmd.path_match import matches
 from spmd.specs import Spec, entry_axes, keep_axes, pspec
 from spmd.sync.gradient_plan import GradientSpec
@@ -24,7 +25,7 @@ from spmd.wire.reduction import Transfer
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.sharded import Gathering
 
-AUTO_BYTES = 128 * 2**20  # of a model's stacks on one device, from which on `gather = "auto"` gathers one layer at a time
+AUTO_BYTES = 128 * 2**20  # of a model's stacks and blocks on one device, from which on `gather = "auto"` gathers one layer at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +35,17 @@ class LayerGather:
     Attributes:
       dtype: in which the layers compute; None: that of the parameters.
       remat: patterns and policies of the layout's `[remat]`.
+      stacked: whether arrays are one layer's of a stack's, [layers, ...]; False: a block's.
     """
 
     sync: GradientSync
     dtype: Any = None
     remat: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    stacked: bool = True
+
+    def takes(self, path: str) -> bool:
+        """Whether this parameter is gathered by layer."""
+        return path in self.sync.layerwise
 
     def remat_policy(self, layer: str) -> Callable[..., Any] | None:
         """What the layout says of a stack's layers, by the path of their module; None: nothing."""
@@ -75,15 +82,21 @@ class LayerGather:
         sharded = {paths[name]: leaf for name, leaf in flatten(shards).items() if paths.get(name) in sync.layerwise}
         specs = [sync.gradient_specs[path] for path in sharded]
         model_axes = sync.mesh_axes.model_axes if specs and specs[0].nested else ()
-        along = tuple(pspec(of_layer(spec.model_spec)) for spec in specs) if model_axes else ()
-        return sharded, Gathering(tuple(map(_transfer, specs)), sync.resolved.layout.gradients.weights, self.dtype, model_axes, along)
+        along = tuple(pspec(spec.model_spec[self.stacked :]) for spec in specs) if model_axes else ()
+        transfers = tuple(_transfer(spec, self.stacked) for spec in specs)
+        return sharded, Gathering(transfers, sync.resolved.layout.gradients.weights, self.dtype, model_axes, along)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerReplicate:
-    """`ParallelConfig.gather_layer` outside of workers, where the compiler gathers."""
+    """`ParallelConfig.gather_layer` outside of workers, where the compiler gathers. `stacked`: as of `LayerGather`."""
 
     sync: GradientSync
+    stacked: bool = True
+
+    def takes(self, path: str) -> bool:
+        """Whether this parameter is gathered by layer."""
+        return path in self.sync.layerwise
 
     def remat_policy(self, layer: str) -> None:
         """There is no backward pass."""
@@ -96,7 +109,7 @@ class LayerReplicate:
         def replicate(name: str, leaf: jax.Array) -> jax.Array:
             if paths.get(name) not in self.sync.layerwise:
                 return leaf
-            return constrain(mesh_axes, of_layer(keep_axes(placements[paths[name]].spec, mesh_axes.model_axes)), leaf)
+            return constrain(mesh_axes, keep_axes(placements[paths[name]].spec, mesh_axes.model_axes)[self.stacked :], leaf)
 
         return map_paths(replicate, params)
 
@@ -110,16 +123,11 @@ def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Arr
     return map_paths(lambda name, leaf: values.get(paths.get(name, ""), leaf), tree)
 
 
-def of_layer(spec: Spec) -> Spec:
-    """The spec of one layer's array, from that of the stack's, [layers, ...]."""
-    return tuple(spec[1:])
-
-
-def _transfer(spec: GradientSpec) -> Transfer:
+def _transfer(spec: GradientSpec, stacked: bool) -> Transfer:
     """How the gradient of one layer is communicated."""
-    stack = spec.shard_layout
-    layout = ShardLayout(stack.shape[1:], _trimmed(of_layer(stack.spec)), stack.axes, stack.sizes)
-    codec = spec.codec if spec.codec.compresses(layout, spec.placement.shape[1:]) else EXACT
+    whole = spec.shard_layout
+    layout = ShardLayout(whole.shape[stacked:], _trimmed(whole.spec[stacked:]), whole.axes, whole.sizes)
+    codec = spec.codec if spec.codec.compresses(layout, spec.placement.shape[stacked:]) else EXACT
     return Transfer(layout, codec, spec.error_feedback and not codec.lossless)
 
 
@@ -128,43 +136,90 @@ def _trimmed(spec: Spec) -> Spec:
     return spec if not spec or spec[-1] is not None else _trimmed(spec[:-1])
 
 
-def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree) -> tuple[GradientSync, list[str]]:
-    """`sync` with the parameters that the traced loss takes to a stack's layers alone as `layerwise`; and notes on what is gathered how.
+def block_trace(sync: GradientSync, model: Model, params: Tree) -> BlockTrace | None:
+    """Records the calls of blocks, while the loss is traced; None where nothing is gathered by layer."""
+    groups = block_groups(params, model.stacks().keys()) if _by_layer(sync) else []
+    groups = [group for group in groups if any(f"{path}/".startswith(f"{group[0]}/") for path in filter(sync.is_sharded, flatten(params)))]
+    return BlockTrace(groups) if groups else None
+
+
+def _by_layer(sync: GradientSync) -> bool:
+    declared = sync.resolved.layout.gradients
+    return declared.gather != "full" and sync.reduction.manual and not sync.reduction.keeps_params and not sync.registered
+
+
+def choose_layerwise(
+    sync: GradientSync, model: Model, jaxpr: Any, params: Tree, blocks: BlockTrace | None = None
+) -> tuple[GradientSync, list[str]]:
+    """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and their blocks; and notes on what is
+    gathered how. Layers are those of a stack, and blocks: equal siblings, each of which is called once.
 
     Args:
       jaxpr: of the loss; its first inputs are the parameters.
+      blocks: what was recorded in that trace.
 
     Raises:
-      LayoutError: the layout asks for `gather = "layer"`, and a parameter of a stack cannot be gathered so.
+      LayoutError: the layout asks for `gather = "layer"`, and a parameter of a layer cannot be gathered so.
     """
-    declared, placements = sync.resolved.layout.gradients, sync.resolved.placements
-    if declared.gather == "full" or not sync.reduction.manual or sync.reduction.keeps_params or sync.registered:
+    if not _by_layer(sync):
         return sync, []
-
-    def is_sharded(path: str) -> bool:
-        return any(keep_axes(placements[path].spec, sync.mesh_axes.data_axes))
-
-    numbers = {path: number for number, path in enumerate(flatten(params)) if path in model.stacks() and is_sharded(path)}
+    declared, placements = sync.resolved.layout.gradients, sync.resolved.placements
+    called = () if blocks is None else tuple(group for group in blocks.groups if {*group} & {*blocks.order})
+    owners = {path: block for path in placements for group in called for block in group if path.startswith(f"{block}/")}
+    numbers = {
+        path: number for number, path in enumerate(flatten(params)) if (path in model.stacks() or path in owners) and sync.is_sharded(path)
+    }
     found = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
-    reasons = {path: why for path, used in found.items() if (why := _why_full(sync, path, used))}
+    reasons = {path: why for path, used in found.items() if (why := _why_full(sync, path, used, owners.get(path)))}
+    for group in called:
+        reasons |= _reasons_of_group(blocks, group, [path for path in found if owners.get(path) in group], reasons)
     if declared.gather == "layer":
-        headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of a stack one by one'
+        headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of stacks, and equal blocks, one by one'
         problems = [Problem(path, [f"{why}."], 'gather = "auto".', path=path, kind="conflict") for path, why in reasons.items()]
         raise_problems(LayoutError, headline, problems)
     elif sum(placements[path].nbytes for path in found) < AUTO_BYTES:
         return sync, []
     by_layer, notes = frozenset(found.keys() - reasons.keys()), []
-    if by_layer:
-        size = format_bytes(sum(placements[path].nbytes for path in by_layer))
-        notes.append(f"{len(by_layer)} parameters of stacks ({size}) are gathered one layer at a time.")
-    for path, why in list(reasons.items())[:1]:
-        size = format_bytes(sum(placements[path].nbytes for path in reasons))
-        notes.append(f"note: {len(reasons)} parameters of stacks ({size}) are gathered in full, before their loop. {path}: {why}.")
-    return dataclasses.replace(sync, layerwise=by_layer), notes
+    for kind, way, before, paths in (
+        ("stacks", "one layer at a time", "their loop", found.keys() - owners.keys()),
+        ("blocks", "block by block", "the loss", found.keys() & owners.keys()),
+    ):
+        if chosen := by_layer & paths:
+            notes.append(f"{len(chosen)} parameters of {kind} ({_size(sync, chosen)}) are gathered {way}.")
+        full = [path for path in reasons if path in paths]
+        for path in full[:1]:
+            size = _size(sync, full)
+            notes.append(f"note: {len(full)} parameters of {kind} ({size}) are gathered in full, before {before}. {path}: {reasons[path]}.")
+    gathered = {owners[path] for path in by_layer & owners.keys()}
+    order = [] if blocks is None else [block for block in blocks.order if block in gathered]
+    groups = tuple(tuple(sorted(group, key=order.index)) for group in called if {*group} <= gathered)
+    return dataclasses.replace(sync, layerwise=by_layer, blocks=groups), notes
 
 
-def _why_full(sync: GradientSync, path: str, used: list[str]) -> str | None:
-    """Why the parameter of a stack cannot be gathered layer by layer; None if it can."""
+def _size(sync: GradientSync, paths: Iterable[str]) -> str:
+    return format_bytes(sum(sync.resolved.placements[path].nbytes for path in paths))
+
+
+def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[str], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Why parameters of equal blocks are gathered in full, `reasons` apart: each block gathers what the next one needs, so all are alike."""
+    for block in group:
+        count = blocks.order.count(block)
+        why = blocks.reasons.get(block) or (f"it is called {count} times" if count != 1 else None)
+        if why:
+            return {path: f"{block}: {why}" for path in paths if path not in reasons}
+    names = {block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")} for block in group}
+    alike = set.intersection(*names.values())
+    refused = {name: path for block in group for name in names[block] if (path := f"{block}/{name}") in reasons}
+    return {
+        path: f"that of another block is, {refused[name]}" if name in refused else "that of another block is not sharded over workers"
+        for block in group
+        for name in names[block]
+        if (path := f"{block}/{name}") not in reasons and (name in refused or name not in alike)
+    }
+
+
+def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None) -> str | None:
+    """Why the parameter of a stack, or of this block, cannot be gathered layer by layer; None if it can."""
     resolved, spec, data_axes = sync.resolved, sync.gradient_specs[path], sync.mesh_axes.data_axes
     placement, declared = resolved.placements[path], resolved.layout.gradients
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
@@ -173,12 +228,15 @@ def _why_full(sync: GradientSync, path: str, used: list[str]) -> str | None:
     parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
     recomputed = [parent for parent in parents if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.patterns)]
     # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there; inside one that is not, JAX recomputes no part
-    inside = recomputed if not any(f"{parent}/".endswith(("layers/", "cells/")) for parent in recomputed) else []
+    layers = [parent for parent in recomputed if parent == block or (block is None and f"{parent}/".endswith(("layers/", "cells/")))]
+    inside = recomputed if not layers else []
+    layer = "stack" if block is None else "block"
     codec_state = functools.partial(spec.codec.init, shape=spec.shard_layout.shape, full_shape=placement.shape)
     for reason, applies in (
         ("[pipeline] has a loop over layers of its own", resolved.layout.pipeline.axis is not None),
-        (f"the loss reads it outside of its stack, too ({', '.join(others)})", others),
-        ("its stack is called several times", len(used) != 1),
+        (f"the loss reads it outside of its {layer}, too ({', '.join(others)})", others),
+        (f"its {layer} is called several times", len(used) > 1),
+        (f"its {layer} is not called", not used),
         (f"[remat] recomputes only a part of its layer, {', '.join(inside)}", inside),
         (f"it is sharded over {sharded}, not over {data_axes} along one dim", [entry_axes(entry) for entry in sharded] != [data_axes]),
         ("its mean gradient is sharded in another way", sync.reduction.mean_spec(placement) != placement.spec),

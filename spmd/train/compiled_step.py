@@ -19,10 +19,11 @@ from spmd.errors import DataError, SpmdError, first_line
 from spmd.jaxpr import equations, has_convolution
 from spmd.layout.compiler import xla_options
 from spmd.models.base import Call, Variables
+from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.specs import Spec, pspec
-from spmd.sync.layer_gather import LayerReplicate, choose_layerwise
+from spmd.sync.layer_gather import LayerReplicate, block_trace, choose_layerwise
 from spmd.sync.parameter_sync import gather_outside
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
@@ -64,7 +65,9 @@ class Program:
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
         chosen: dict[str, None] = {}  # by modules
-        (value, extra), self._jaxpr = trace_objective(placed, self._train_objective, sample, self.rows, seen, self.schedules, chosen)
+        blocks = block_trace(placed.exchange, placed.model, placed.abstract_state.params)
+        trace = functools.partial(trace_objective, placed, self._train_objective, sample, self.rows, seen)
+        (value, extra), self._jaxpr = trace(self.schedules, chosen, blocks)
         # what in a batch makes the loss NaN, as the end of a sentence
         self.nan_causes = nan_causes(self._train_objective.loss, self._train_objective.outputs)
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
@@ -77,7 +80,8 @@ class Program:
         check_remat(placed, self._jaxpr.jaxpr)
         placed.products.check(seen.modules, placed.resolved.layout.source)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
-        self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, placed.abstract_state.params)
+        params = placed.abstract_state.params
+        self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, params, blocks)
         self.notes += [*chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self._loss_names = (LOSS, *extra)
         self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
@@ -272,7 +276,9 @@ class Program:
     def _bind_model(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
         variables = Variables(cast(gather_outside(self.sync, params), self._dtype), stats, rngs)
         activations = Activations(self.placed.resolved, self.placed.mesh)
-        call = Call(training=False, dtype=self._dtype, output_hook=activations, products=self.placed.products)
+        gather = LayerReplicate(self.sync, stacked=False)
+        blocks = GatheredBlocks(gather, self.sync.blocks, variables.params, {}, ahead=False) if self.sync.blocks else None
+        call = Call(training=False, dtype=self._dtype, output_hook=activations, products=self.placed.products, blocks=blocks)
         return self.placed.model.bind(variables, call)
 
     def _evaluate(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:

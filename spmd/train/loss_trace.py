@@ -7,6 +7,7 @@ import jax
 
 from spmd.errors import LayoutError, ModelError
 from spmd.models.base import Call, Variables
+from spmd.models.blocks import BlockTrace
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.train.activations import Seen
@@ -25,11 +26,13 @@ def trace_objective(
     seen: Seen,
     schedules: dict[str, Schedule] | None = None,
     notes: dict[str, None] | None = None,
+    blocks: BlockTrace | None = None,
 ) -> tuple[tuple, Any]:
     """The shapes that an objective returns on `rows` rows like those of `sample`, and its jaxpr.
 
     Args:
       seen: records the submodules that the model calls.
+      blocks: records calls of blocks.
       notes: takes what modules say about their choices.
       schedules: takes the pipeline schedule of each stack; None traces evaluation, and records none.
     """
@@ -43,6 +46,9 @@ def trace_objective(
         remat = module_policies(placed.resolved.layout.remat) if training else ()
         with parallel_scope(parallel):
             call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen, products=placed.products)
+            if blocks is not None:
+                call = dataclasses.replace(call, blocks=blocks)
+                blocks.begin()
             return objective(placed.model.bind(variables, call), batch, key)
 
     variables = abstract(placed.abstract_state.variables)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.models.base import Call, Model, Variables
+from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
@@ -214,14 +215,17 @@ class WorkerGradients:
         remat = module_policies(self.sync.resolved.layout.remat)
         model_key, loss_key = jax.random.split(key)
         activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
-        call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products)
-        gather = LayerGather(self.sync, self.dtype, remat) if self.sync.layerwise else None
+        gather, blocks = LayerGather(self.sync, self.dtype, remat) if self.sync.layerwise else None, None
+        if gather is not None and self.sync.blocks:
+            blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, params, residuals)
+        call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
         with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=residuals)):
             bound = self.model.bind(Variables(params, stats, rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
-        return sums[LOSS][0], (sums, cast_like(self.model.get_stats(bound), stats))
+        value = sums[LOSS][0] if blocks is None else sums[LOSS][0] + blocks.finish()
+        return value, (sums, cast_like(self.model.get_stats(bound), stats))
 
     def _localizer(self, worker: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """From a dropout key that is the same on all workers to that of `worker`, which has this many rows."""

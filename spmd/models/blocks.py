@@ -1,0 +1,96 @@
+"""Blocks of a model: sibling submodules with equal parameters, each called once as `block(x)`; how their calls are found and taken over."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+from flax.core import tracers
+from jax.ad_checkpoint import checkpoint_name
+
+from spmd.models.base import LAYER_PARAMS
+from spmd.tree import Tree, flatten
+
+RunBlock = Callable[[dict[str, Any], Tree], tuple[Tree, Tree]]  # (parameters by name, other variables) -> (outputs, what the call keeps)
+
+
+class BlockCalls(abc.ABC):
+    """What takes over the calls of some submodules."""
+
+    @abc.abstractmethod
+    def takes(self, path: str) -> bool:
+        """Whether a call of the submodule with this path, now, is to go through `run`."""
+
+    @abc.abstractmethod
+    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+        """Outputs of a call, and what it keeps.
+
+        Args:
+          function: the call. What it closes over are the call's inputs.
+          params: by name in the block, as the model has them.
+        """
+
+
+def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]]:
+    """Paths of siblings with equal names, shapes and dtypes of parameters, at least two of them; with matrices, and without `stacked` ones.
+
+    Those inside of others are among them.
+
+    >>> block_groups({"blocks": {name: {"kernel": np.zeros((2, 2))} for name in "01"}, "out": {"kernel": np.zeros((2, 3))}}, ())
+    [('blocks/0', 'blocks/1')]
+    """
+    members: dict[str, list[tuple]] = {}  # of every prefix: names, shapes and dtypes
+    left_out = set()
+    for path, leaf in flatten(params).items():
+        parts = path.split("/")
+        for count in range(1, len(parts)):
+            prefix = "/".join(parts[:count])
+            members.setdefault(prefix, []).append(("/".join(parts[count:]), np.shape(leaf), str(leaf.dtype)))
+            left_out |= {prefix} if path in stacked else set()
+    groups: dict[tuple, list[str]] = {}
+    for prefix, arrays in members.items():
+        if prefix not in left_out and any(len(shape) > 1 for _, shape, _ in arrays):
+            groups.setdefault((prefix.rpartition("/")[0], tuple(sorted(arrays))), []).append(prefix)
+    return [tuple(paths) for paths in groups.values() if len(paths) > 1]
+
+
+@dataclasses.dataclass
+class BlockTrace(BlockCalls):
+    """Names the parameters that a traced loss takes to blocks, as `LAYER_PARAMS`, and records how it calls them.
+
+    Attributes:
+      groups: as `block_groups` returns them.
+      order: paths of the blocks that were called, in order.
+      reasons: why a block cannot be taken over, by path.
+    """
+
+    groups: list[tuple[str, ...]]
+    order: list[str] = dataclasses.field(default_factory=list)
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._paths = {path for group in self.groups for path in group}
+        self._trace: Any = None
+        self._inside = False
+
+    def begin(self) -> None:
+        """The model was bound, under the trace in which all blocks are to be called."""
+        self._trace = tracers.current_trace()
+
+    def takes(self, path: str) -> bool:
+        return not self._inside and path in self._paths
+
+    def call(self, path: str, function: Callable[[], Any]) -> Any:
+        """`function()`, a call of this block."""
+        self.order.append(path)
+        if tracers.current_trace() != self._trace:
+            self.reasons[path] = "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
+        self._inside = True
+        try:
+            return function()
+        finally:
+            self._inside = False
+
+    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+        return self.call(path, lambda: function({name: checkpoint_name(leaf, LAYER_PARAMS) for name, leaf in params.items()}, others))

@@ -1,0 +1,165 @@
+"""Blocks of a list, each of which gathers the next one's parameters while it computes, and reduces its gradients (FSDP without a loop).
+
+As in `gathered_scan`, parameters of two blocks exist at a time. Here the model calls its blocks one after the other, so each call has a
+backward pass of its own, and an array is handed from call to call: forward, it is the full parameters of the next block. Its cotangent,
+which the next block's backward pass returns, is the full parameters of this one, gathered there one ahead.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.core import tracers
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from spmd.errors import ModelError
+from spmd.models.blocks import BlockCalls, RunBlock
+from spmd.nn.gathered_scan import Saved, begin_with, complete, differentiable
+from spmd.nn.stacking import gathered_policy, recomputed_by_caller
+from spmd.tree import Tree, flatten
+
+
+class GatheredBlocks(BlockCalls):
+    """Calls of one forward pass.
+
+    Args:
+      gather: `spmd.sync.layer_gather.BlockGather`.
+      groups: paths of equal blocks, in the order of their calls.
+      params: of the model: of blocks, this worker's shards.
+      residuals: by path, of the gradients that are reduced here.
+      ahead: whether a block gathers the next one's parameters. False: each gathers its own, in any order.
+    """
+
+    def __init__(
+        self, gather: Any, groups: tuple[tuple[str, ...], ...], params: Tree, residuals: Mapping[str, jax.Array], *, ahead: bool = True
+    ):
+        self._gather, self._residuals, self._ahead, self._groups = gather, residuals, ahead, groups
+        self._places = {path: (group, place) for group in groups for place, path in enumerate(group)}
+        leaves = flatten(params)
+        self._shards = {
+            block: {path.removeprefix(f"{block}/"): leaf for path, leaf in leaves.items() if path.startswith(f"{block}/")}
+            for block in self._places
+        }
+        self._shards = {
+            block: {name: leaf for name, leaf in shards.items() if gather.takes(f"{block}/{name}")} for block, shards in self._shards.items()
+        }
+        self._carried: dict[tuple[str, ...], tuple[int, Tree]] = {group: (0, {}) for group in groups}  # of each group: next, its parameters
+        self._trace = tracers.current_trace()
+
+    def takes(self, path: str) -> bool:
+        return path in self._places
+
+    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+        group, place = self._places[path]
+        shards = self._shards[path]
+        rest = {name: leaf for name, leaf in params.items() if name not in shards}
+        gather, paths = functools.partial(self._full, path), {name: f"{path}/{name}" for name in shards}
+        remat_policy = self._gather.remat_policy(path)
+
+        def run(full: Tree, others: tuple) -> tuple[Tree, Tree]:
+            rest, variables = others
+            with recomputed_by_caller(remat_policy is not None):
+                return function({**full, **rest}, variables)
+
+        full = jax.eval_shape(gather, shards)
+        inputs = rest, others
+        # inputs of the call, which it closes over, become arguments
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(full, inputs)
+
+        def call(full: Tree, others: tuple, constants: list[Any]) -> tuple[Tree, Tree]:
+            outputs = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, constants))(*jax.tree.leaves((full, others)))
+            return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+        before = group[place - 1] if self._ahead and place else None
+        after = group[place + 1] if self._ahead and place + 1 < len(group) else None
+        unit = _Unit(
+            jax.checkpoint(call, policy=gathered_policy(full, remat_policy)),
+            gather,
+            functools.partial(self._gather.reduce, paths),
+            None if before is None else functools.partial(self._full, before),
+            None if after is None else functools.partial(self._full, after),
+        )
+        residuals = {path: self._residuals[path] for path in paths.values() if path in self._residuals}
+        neighbours = tuple({} if block is None else self._shards[block] for block in (before, after))
+        carried = self._next(group, path) if self._ahead else {}
+        outputs, kept, following = _run(unit, carried, _Block(shards, inputs, residuals), neighbours, list(jaxpr.consts))
+        self._carried[group] = (place + 1, following)
+        return outputs, kept
+
+    def _full(self, path: str, shards: Tree) -> Tree:
+        return self._gather.gather({name: f"{path}/{name}" for name in shards}, shards)
+
+    def _next(self, group: tuple[str, ...], path: str) -> Tree:
+        """Parameters of this block, if it is the next one."""
+        number, carried = self._carried[group]
+        if number == len(group) or group[number] != path or tracers.current_trace() != self._trace:
+            raise ModelError(
+                f"{path} is gathered while the block before it computes, and was called in another order than when the loss was first traced.",
+                fix='[gradients] gather = "full".',
+            )
+        return carried
+
+    def finish(self) -> jax.Array:
+        """Zero, to be added to the loss: its gradient begins the backward pass of the last block, also where the loss does not use it."""
+        for group, (number, _) in self._carried.items():
+            if number < len(group):
+                raise ModelError(f"{group[number]} was called when the loss was first traced, and then no more.", fix='gather = "full".')
+        return sum((token for _, token in self._carried.values()), jnp.zeros(()))
+
+
+class _Block(NamedTuple):
+    shards: Tree
+    others: Tree  # other parameters and variables
+    residuals: Tree
+
+
+class _Unit(NamedTuple):
+    """A call of a block. Its own parameters, the block's before and the block's after are gathered in three ways, by other paths."""
+
+    run: Callable[..., tuple[Tree, Tree]]  # (full parameters, others, constants) -> (outputs, kept)
+    gather: Callable[[Tree], Tree]
+    reduce: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    gather_before: Callable[[Tree], Tree] | None
+    gather_after: Callable[[Tree], Tree] | None
+
+    def gathered(self, carried: Tree, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[Tree, Tree]:
+        """Full parameters of this block, and of the next; of the last, a number in their place."""
+        full = self.gather(begin_with(block.shards, _floating(constants))) if self.gather_before is None else carried
+        if self.gather_after is None:
+            return full, jnp.zeros(())
+        return full, self.gather_after(begin_with(neighbours[1], _floating(constants)))
+
+
+def _floating(tree: Tree) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(unit: _Unit, carried: Tree, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[Tree, Tree, Tree]:
+    """Outputs, what the call keeps, and full parameters of the next block."""
+    full, following = unit.gathered(carried, block, neighbours, constants)
+    return *unit.run(full, block.others, constants), following
+
+
+def _forward(unit: _Unit, carried: Tree, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[tuple, tuple]:
+    full, following = unit.gathered(carried, block, neighbours, constants)
+    inputs = full, block.others, constants
+    (outputs, kept), function = jax.vjp(unit.run, *inputs)
+    last = full if unit.gather_after is None else None
+    return (outputs, kept, following), (Saved.of(function, inputs), last, block, neighbours[0], constants)
+
+
+def _backward(unit: _Unit, residuals: tuple, cotangents: tuple) -> tuple:
+    saved, last, block, shards_before, constants = residuals
+    *cotangents, full = cotangents
+    full = full if last is None else last
+    before = {} if unit.gather_before is None else unit.gather_before(begin_with(shards_before, _floating(cotangents)))
+    dfull, *grads = differentiable(saved.gradients((full, block.others, constants), tuple(cotangents)))
+    dothers, dconstants = complete(grads, [block.others, constants])
+    dshards, next_residuals = unit.reduce(block.shards, dfull, block.residuals)
+    return before, _Block(dshards, dothers, next_residuals), None, dconstants
+
+
+_run.defvjp(_forward, _backward)
