@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax.core import tracers
+from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from spmd.errors import ModelError
 from spmd.models.blocks import BlockCalls, RunBlock
-from spmd.nn.gathered_scan import Saved, begin_with, complete, differentiable
+from spmd.nn.gathered_scan import Saved, complete, differentiable, together
 from spmd.nn.stacking import gathered_policy, recomputed_by_caller
 from spmd.tree import Tree, flatten
 
@@ -45,7 +46,7 @@ class GatheredBlocks(BlockCalls):
         self._shards = {
             block: {name: leaf for name, leaf in shards.items() if gather.takes(f"{block}/{name}")} for block, shards in self._shards.items()
         }
-        self._carried: dict[tuple[str, ...], tuple[int, Tree]] = {group: (0, {}) for group in groups}  # of each group: next, its parameters
+        self._carried = dict.fromkeys(groups, (0, _Carried({}, jnp.zeros(()))))  # of each group: the number of the next, its parameters
         self._trace = tracers.current_trace()
 
     def takes(self, path: str) -> bool:
@@ -83,7 +84,7 @@ class GatheredBlocks(BlockCalls):
         )
         residuals = {path: self._residuals[path] for path in paths.values() if path in self._residuals}
         neighbours = tuple({} if block is None else self._shards[block] for block in (before, after))
-        carried = self._next(group, path) if self._ahead else {}
+        carried = self._next(group, path) if self._ahead else _Carried({}, jnp.zeros(()))
         outputs, kept, following = _run(unit, carried, _Block(shards, inputs, residuals), neighbours, list(jaxpr.consts))
         self._carried[group] = (place + 1, following)
         return outputs, kept
@@ -91,7 +92,7 @@ class GatheredBlocks(BlockCalls):
     def _full(self, path: str, shards: Tree) -> Tree:
         return self._gather.gather({name: f"{path}/{name}" for name in shards}, shards)
 
-    def _next(self, group: tuple[str, ...], path: str) -> Tree:
+    def _next(self, group: tuple[str, ...], path: str) -> "_Carried":
         """Parameters of this block, if it is the next one."""
         number, carried = self._carried[group]
         if number == len(group) or group[number] != path or tracers.current_trace() != self._trace:
@@ -106,13 +107,25 @@ class GatheredBlocks(BlockCalls):
         for group, (number, _) in self._carried.items():
             if number < len(group):
                 raise ModelError(f"{group[number]} was called when the loss was first traced, and then no more.", fix='gather = "full".')
-        return sum((token for _, token in self._carried.values()), jnp.zeros(()))
+        return sum((carried.done for _, carried in self._carried.values()), jnp.zeros(()))
 
 
 class _Block(NamedTuple):
     shards: Tree
     others: Tree  # other parameters and variables
     residuals: Tree
+
+
+class _Carried(NamedTuple):
+    """What one block hands to the next, and whose cotangent comes back.
+
+    Attributes:
+      full: the next block's parameters. Cotangent: this one's.
+      done: zero. Its cotangent, zero too, is there once the next block's gradients are reduced.
+    """
+
+    full: Tree
+    done: jax.Array
 
 
 class _Unit(NamedTuple):
@@ -124,27 +137,38 @@ class _Unit(NamedTuple):
     gather_before: Callable[[Tree], Tree] | None
     gather_after: Callable[[Tree], Tree] | None
 
-    def gathered(self, carried: Tree, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[Tree, Tree]:
-        """Full parameters of this block, and of the next; of the last, a number in their place."""
-        full = self.gather(begin_with(block.shards, _floating(constants))) if self.gather_before is None else carried
-        if self.gather_after is None:
-            return full, jnp.zeros(())
-        return full, self.gather_after(begin_with(neighbours[1], _floating(constants)))
+    def gathered(self, carried: _Carried, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[Tree, list[Any], _Carried]:
+        """Full parameters of this block, its inputs, and full parameters of the next one.
+
+        A gather begins when inputs are there, and the gather before is done, or else they would be combined.
+        """
+        full, shards, after = carried.full, block.shards, {}
+        if self.gather_before is None:
+            shards, constants = _together(shards, constants)
+            full = self.gather(shards)
+        if self.gather_after is not None:
+            (shards_after, full), constants = _together((neighbours[1], full), constants)
+            after = self.gather_after(shards_after)
+        return full, constants, _Carried(after, jnp.zeros(()))
 
 
-def _floating(tree: Tree) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+def _together(tree: Tree, computed: Tree) -> tuple[Tree, Tree]:
+    """`together`, with the floating arrays of `computed` only."""
+    leaves, structure = jax.tree.flatten(computed)
+    floating = {number: leaf for number, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    tree, floating = together(tree, floating)
+    return tree, structure.unflatten([floating.get(number, leaf) for number, leaf in enumerate(leaves)])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(unit: _Unit, carried: Tree, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[Tree, Tree, Tree]:
+def _run(unit: _Unit, carried: _Carried, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[Tree, Tree, _Carried]:
     """Outputs, what the call keeps, and full parameters of the next block."""
-    full, following = unit.gathered(carried, block, neighbours, constants)
+    full, constants, following = unit.gathered(carried, block, neighbours, constants)
     return *unit.run(full, block.others, constants), following
 
 
-def _forward(unit: _Unit, carried: Tree, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[tuple, tuple]:
-    full, following = unit.gathered(carried, block, neighbours, constants)
+def _forward(unit: _Unit, carried: _Carried, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[tuple, tuple]:
+    full, constants, following = unit.gathered(carried, block, neighbours, constants)
     inputs = full, block.others, constants
     (outputs, kept), function = jax.vjp(unit.run, *inputs)
     last = full if unit.gather_after is None else None
@@ -153,13 +177,21 @@ def _forward(unit: _Unit, carried: Tree, block: _Block, neighbours: tuple, const
 
 def _backward(unit: _Unit, residuals: tuple, cotangents: tuple) -> tuple:
     saved, last, block, shards_before, constants = residuals
-    *cotangents, full = cotangents
-    full = full if last is None else last
-    before = {} if unit.gather_before is None else unit.gather_before(begin_with(shards_before, _floating(cotangents)))
+    *cotangents, (full, done) = cotangents
+    full, done, before = (full, done, {}) if last is None else (last, jnp.zeros(()), {})
+    if unit.gather_before is not None:
+        (shards_before, full), cotangents = _together((shards_before, full), cotangents)
+        before = unit.gather_before(shards_before)
     dfull, *grads = differentiable(saved.gradients((full, block.others, constants), tuple(cotangents)))
+    # The block before begins when this one's gradients are computed, and the next one's reduced: full gradients of two blocks exist.
+    dfull, grads, done = lax.optimization_barrier((dfull, grads, done))
     dothers, dconstants = complete(grads, [block.others, constants])
     dshards, next_residuals = unit.reduce(block.shards, dfull, block.residuals)
-    return before, _Block(dshards, dothers, next_residuals), None, dconstants
+    done, dshards = together(done, dshards)
+    if unit.gather_before is None:  # used at the end, or a compiler would leave it out from the beginning
+        name = min(dshards, key=lambda name: dshards[name].size)
+        dshards = {**dshards, name: dshards[name] + done.astype(dshards[name].dtype)}
+    return _Carried(before, done), _Block(dshards, dothers, next_residuals), None, dconstants
 
 
 _run.defvjp(_forward, _backward)

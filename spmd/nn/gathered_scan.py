@@ -94,7 +94,8 @@ def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack)
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
         (x, full), (number,) = carry, inputs
         after = _layer(stack.shards, number + 1)
-        following = gather(begin_with(after, x) if loop.unroll else after)
+        after, x = together(after, x) if loop.unroll else (after, x)
+        following = gather(after)
         x, kept, saved = run(x, full, _layer(stack.others, number))
         return (x, following), (kept, saved)
 
@@ -160,7 +161,8 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
         dx, full, dfull, dconstants, done = carry
         number, saved = inputs
         before = _layer(stack.shards, jnp.maximum(number - 1, 0))
-        following = gather(begin_with(before, dx) if loop.unroll else before)
+        before, dx = together(before, dx) if loop.unroll else (before, dx)
+        following = gather(before)
         done = reduced(number + 1, dfull, done)
         dx, dfull, dothers, more = gradients(number, saved, full, dx)
         done = done._replace(others=_put(done.others, number, dothers))
@@ -178,9 +180,12 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-def begin_with(shards: Tree, computed: Tree) -> Tree:
-    """`shards`, of which no use begins before `computed` is there: without a loop a compiler could gather all layers at once."""
-    return lax.optimization_barrier((shards, computed))[0]
+def together(*trees: Tree) -> tuple:
+    """These trees, none of which is used before all are there: without a loop a compiler could gather all layers at once.
+
+    All that is returned must be used: a compiler leaves out what is not.
+    """
+    return lax.optimization_barrier(trees)
 
 
 def _run_loop(loop: _Loop, body: Callable, carry: Tree, xs: tuple, *, reverse: bool = False) -> tuple[Tree, Tree]:
