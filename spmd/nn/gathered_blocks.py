@@ -44,7 +44,8 @@ class GatheredBlocks(BlockCalls):
             for block in self._places
         }
         self._shards = {
-            block: {name: leaf for name, leaf in shards.items() if gather.takes(f"{block}/{name}")} for block, shards in self._shards.items()
+            block: {name: leaf for name, leaf in shards.items() if gather.takes(f"{block}/{name}")}
+            for block, shards in self._shards.items()
         }
         self._carried = dict.fromkeys(groups, (0, _Carried({}, jnp.zeros(()))))  # of each group: the number of the next, its parameters
         self._trace = tracers.current_trace()

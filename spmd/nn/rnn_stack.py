@@ -179,7 +179,9 @@ class Cells:
         # Unrolled: a loop over layers would copy the residuals of each loop over time once more.
         return scan(layer, along["x"], (*variables, carry, numbers), unroll=True)
 
-    def over_time(self, variables: Sequence[Tree], carry: Tree, x: jax.Array, beside: Any, steps: Any, lengths: Any, *, unroll: bool) -> tuple:
+    def over_time(
+        self, variables: Sequence[Tree], carry: Tree, x: jax.Array, beside: Any, steps: Any, lengths: Any, *, unroll: bool
+    ) -> tuple:
         """One layer on a chunk: its output and its carry."""
 
         def step(carry: Tree, inputs: tuple) -> tuple[Tree, jax.Array]:

@@ -227,7 +227,9 @@ class Layers:
         """The number of layers."""
         return jax.tree.leaves(self.variables)[0].shape[0]
 
-    def call(self, function: Callable[[Any], Any], variables: Sequence[Tree], change: Callable[[Any], Any] = lambda key: key) -> tuple[Any, Tree]:
+    def call(
+        self, function: Callable[[Any], Any], variables: Sequence[Tree], change: Callable[[Any], Any] = lambda key: key
+    ) -> tuple[Any, Tree]:
         """`function(layer)` for the layer with these arrays, and its `kept` afterwards; `change` is applied to its keys first."""
         params, keys, kept = variables
         wrapped = jax.tree.map(lambda data, impl: change(jax.random.wrap_key_data(data, impl=impl)), keys, self._impls)

@@ -138,8 +138,11 @@ def _trimmed(spec: Spec) -> Spec:
 
 def block_trace(sync: GradientSync, model: Model, params: Tree) -> BlockTrace | None:
     """Records the calls of blocks, while the loss is traced; None where nothing is gathered by layer."""
+    sharded = list(filter(sync.is_sharded, flatten(params)))
+    if sync.resolved.layout.gradients.gather == "auto" and sum(sync.resolved.placements[path].nbytes for path in sharded) < AUTO_BYTES:
+        return None
     groups = block_groups(params, model.stacks().keys()) if _by_layer(sync) else []
-    groups = [group for group in groups if any(f"{path}/".startswith(f"{group[0]}/") for path in filter(sync.is_sharded, flatten(params)))]
+    groups = [group for group in groups if any(path.startswith(f"{group[0]}/") for path in sharded)]
     return BlockTrace(groups) if groups else None
 
 
@@ -206,7 +209,7 @@ def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[st
         count = blocks.order.count(block)
         why = blocks.reasons.get(block) or (f"it is called {count} times" if count != 1 else None)
         if why:
-            return {path: f"{block}: {why}" for path in paths if path not in reasons}
+            return dict.fromkeys(paths, f"{block}: {why}")
     names = {block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")} for block in group}
     alike = set.intersection(*names.values())
     refused = {name: path for block in group for name in names[block] if (path := f"{block}/{name}") in reasons}

@@ -1,5 +1,6 @@
 """Parameters of a list of blocks gathered block by block, and their gradients reduced in the backward pass of each."""
 
+import dataclasses
 import importlib.util
 import re
 
@@ -12,8 +13,19 @@ from flax import linen, nnx
 
 import spmd
 from spmd.errors import LayoutError
-from spmd.wire.reduction import RESIDUAL
-from tests.train.test_layer_gather import WIDTH, assert_close, batch, gathered_by_layer, loss, params, sharded, train, trainer_of
+
+from tests.train.test_layer_gather import (
+    WIDTH,
+    assert_close,
+    batch,
+    check_residual,
+    gathered_by_layer,
+    loss,
+    params,
+    sharded,
+    train,
+    trainer_of,
+)
 
 HIDDEN = 28
 KERNEL = "blocks/1/down/kernel"
@@ -100,7 +112,7 @@ class Detached(Net):
         return self.out(x) + 0 * jax.lax.stop_gradient(self.blocks[3](y)).sum(-1, keepdims=True)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_gathered_one_by_one_train_as_on_one_device(case):
     options = {"net": lambda: Net()} | CASES[case]
@@ -120,3 +132,141 @@ def start(trainer, steps=3):
     for number in range(steps):
         state, _ = trainer.step(state, batch(number))
     return state
+
+
+@pytest.mark.system
+def test_a_lossy_codec_keeps_what_it_loses_of_a_block():
+    check_residual(KERNEL, lambda: Net(), "int8", 2)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("rows", [16, 13])
+def test_evaluation_gathers_block_by_block(rows):
+    metrics = {"error": lambda m, b: jnp.abs(m(b["x"]) - b["y"]).mean(-1)}
+    layer, full = (trainer_of(sharded(gather), net=lambda: Net(normed=True), metrics=metrics) for gather in ("layer", "full"))
+    ours, theirs = (trainer.evaluate(trainer.init(), batch(rows=rows), batch_size=8) for trainer in (layer, full))
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_each_block_is_gathered_twice_and_reduced_once():
+    trainer = trainer_of(sharded("layer", codec="bfloat16", weights="bfloat16"), net=lambda: Net())
+    trainer.step(trainer.init(), batch())
+    small = WIDTH * HIDDEN * 2 // 8 + WIDTH * 3 // 8  # kernels, scale and two biases of 16; that of 28 is replicated
+    gathers = [op.count for op in trainer.wire.ops if (op.where, op.kind, op.shape) == ("gather_params", "all_gather", (1, small))]
+    reductions = [op.count for op in trainer.wire.ops if op.where == "reduce_gradients/bfloat16" and op.shape == (8, small)]
+    assert sum(gathers) == 4 + 3  # the last block keeps its parameters for its backward pass
+    assert sum(reductions) == 4
+
+
+def penalised(model, batch):
+    return loss(model, batch) + 1e-3 * jnp.sum(model.blocks[1].up.kernel.get_value() ** 2)
+
+
+class Checkpointed(Net):
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return self.out(x)
+
+
+class Counting(Block):
+    calls = 0
+
+    def __call__(self, x, *args, **kwargs):
+        self.calls += 1
+        return super().__call__(x, *args, **kwargs)
+
+
+class CountingNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nnx.List([Counting(nnx.Rngs(0)) for _ in range(4)])
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"loss": penalised}, "the loss reads it outside of its block, too (integer_pow)"),
+        ({"net": lambda: Net(order=(0, 1, 2, 3, 1))}, "blocks/1: it is called 2 times"),
+        ({"net": lambda: Net(order=(0, 1, 3))}, "blocks/2: it is called 0 times"),
+        ({"net": lambda: Checkpointed()}, "it is called inside of a transformation of JAX"),
+        ({"net": lambda: CountingNet()}, "its call changes attributes"),
+        ({"remat": spmd.Remat(modules=("blocks/*/up",))}, "[remat] recomputes only a part of its layer, blocks/1/up"),
+        ({"codec": "int8", "start_step": 3}, "[gradients] start_step is about full gradients"),
+    ],
+)
+def test_what_is_no_block_is_refused_or_gathered_in_full(options, why, monkeypatch):
+    gradients = {key: value for key, value in options.items() if key not in ("loss", "net", "remat")}
+    rest = {"net": lambda: Net()} | {key: value for key, value in options.items() if key in ("loss", "net")}
+    with pytest.raises(LayoutError) as refused:
+        trainer_of(sharded("layer", remat=options.get("remat"), **gradients), **rest).prepare(batch())
+    assert why in str(refused.value) and 'gather = "auto"' in str(refused.value)
+    assert not gathered_by_layer(trainer_of(sharded("auto"), net=lambda: Net()))
+    monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", 0)
+    trainer = trainer_of(sharded("auto", remat=options.get("remat"), **gradients), **rest)
+    assert "blocks/1/up/kernel" not in gathered_by_layer(trainer)
+    assert any("parameters of blocks" in note and "gathered in full" in note for note in trainer.notes())
+    if set(options) & {"loss", "net"}:
+        assert_close(params(train(trainer)[0]), params(train(trainer_of("data_parallel", mesh="data=1", **rest))[0]))
+
+
+def test_notes_say_what_is_gathered_block_by_block(monkeypatch):
+    monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", 0)
+    trainer = trainer_of(sharded("auto"), net=lambda: Net())
+    assert "blocks/0/up/kernel" in gathered_by_layer(trainer)
+    assert any(re.fullmatch(r"20 parameters of blocks \(.*\) are gathered block by block\.", note) for note in trainer.notes())
+
+
+def test_calls_in_an_order_that_changes_are_an_error():
+    order = [0, 1, 2, 3]
+    trainer = trainer_of(sharded("layer"), net=lambda: Net(order=order), loss=reordered(order))
+    trainer.prepare(batch())
+    order[1:3] = 2, 1
+    with pytest.raises(spmd.errors.SpmdError, match="blocks/2 is gathered while the block before it computes"):
+        trainer.step(trainer.init(), batch())
+
+
+def reordered(order):
+    def of(model, batch):
+        model.order = tuple(order)
+        return loss(model, batch)
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
+)
+def test_gpus_hold_weights_of_two_blocks_and_gather_while_they_compute():
+    from examples.gpt import GPT
+
+    width, rows, length = 1024, 2, 1024
+
+    def planned(depth, gather):
+        layout = dataclasses.replace(spmd.Layout.load("fsdp"), attention=spmd.Attention("auto"), remat=RECOMPUTED)
+        layout = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, gather=gather))
+        tokens = jax.ShapeDtypeStruct((8 * rows, length), "int32")
+        return spmd.plan(
+            lambda: GPT(vocab=1024, width=width, depth=depth, heads=8, length=length, rngs=nnx.Rngs(0)),
+            {"tokens": tokens, "targets": tokens},
+            loss=spmd.losses.cross_entropy,
+            optimizer=optax.adamw(3e-4),
+            target="8xh100",
+            layout=layout,
+            precision="bfloat16",
+        )
+
+    plans = {gather: [planned(depth, gather) for depth in (4, 8)] for gather in ("layer", "full")}
+    grown = {gather: (eight.memory.temporaries - four.memory.temporaries) / 4 for gather, (four, eight) in plans.items()}
+    weights, carried = 12 * width**2, rows * length * width * 2  # of a block; bytes of its input
+    assert grown["layer"] < carried + weights * 4 / 8 + 2**20 and grown["full"] > 2 * weights
+    lines = plans["layer"][1].compiled.hlo.splitlines()
+    hidden = {"all-gather": 0, "reduce-scatter": 0}
+    for first, line in enumerate(lines):
+        if started := re.search(r"(%(all-gather|reduce-scatter)-start\S*) = ", line):
+            last = next(number for number, later in enumerate(lines) if f"-done({started[1]})" in later)
+            hidden[started[2]] += sum("gemm_fusion" in inner or "custom-call(" in inner for inner in lines[first:last]) >= 3
+    assert hidden["all-gather"] >= 2 * 7 and hidden["reduce-scatter"] >= 6
