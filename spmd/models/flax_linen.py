@@ -179,12 +179,12 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
             """Unless by its caller."""
             return linen.remat(again, policy=policies[path])(inner) if path in policies and not RECOMPUTED.get() else again(inner)
 
-        takes = call.blocks is not None and call.blocks.takes(path)
-        if path not in policies and not takes:
+        blocks = call.blocks if call.blocks is not None and call.blocks.takes(path) else None
+        if path not in policies and blocks is None:
             return change(next_fun(*args, **kwargs))
         active.add(path)
         try:
-            return change(_call_block(call.blocks, path, module, recomputed) if takes else recomputed(module))
+            return change(recomputed(module) if blocks is None else _call_block(blocks, path, module, recomputed))
         finally:
             active.discard(path)
 

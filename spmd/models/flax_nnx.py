@@ -104,8 +104,8 @@ class NnxModel(Model):
         for path, policy in remat_policies(call.remat, callables).items():
             note = functools.partial(self._called.update, matched[path])
             modules[path].__class__ = _rematerialised(type(modules[path]), policy, note)
-        for path in callables if call.blocks is not None else ():
-            if call.blocks.takes(path):
+        for path in callables:
+            if call.blocks is not None and call.blocks.takes(path):
                 modules[path].__class__ = _as_block(type(modules[path]), path, call.blocks)
         for path, sub in modules.items():
             change = call.output_hook(path) if callable(sub) else None

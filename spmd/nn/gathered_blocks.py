@@ -47,13 +47,16 @@ class GatheredBlocks(BlockCalls):
             block: {name: leaf for name, leaf in shards.items() if gather.takes(f"{block}/{name}")}
             for block, shards in self._shards.items()
         }
-        self._carried = dict.fromkeys(groups, (0, _Carried({}, jnp.zeros(()))))  # of each group: the number of the next, its parameters
+        # of each group: the number of the next block, and what it is handed
+        self._carried: dict[tuple[str, ...], tuple[int, _Carried]] = dict.fromkeys(groups, (0, _Carried({}, jnp.zeros(()))))
         self._trace = tracers.current_trace()
 
     def takes(self, path: str) -> bool:
+        """Whether it is a block."""
         return path in self._places
 
     def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+        """Outputs of the block, and what its call keeps. Of `params`, those that are sharded are gathered, from what the model has."""
         group, place = self._places[path]
         shards = self._shards[path]
         rest = {name: leaf for name, leaf in params.items() if name not in shards}
@@ -67,7 +70,7 @@ class GatheredBlocks(BlockCalls):
 
         full = jax.eval_shape(gather, shards)
         inputs = rest, others
-        # inputs of the call, which it closes over, become arguments
+        # what the call closes over, its inputs, become arguments: the backward pass is traced elsewhere
         jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(full, inputs)
 
         def call(full: Tree, others: tuple, constants: list[Any]) -> tuple[Tree, Tree]:
@@ -86,7 +89,7 @@ class GatheredBlocks(BlockCalls):
         residuals = {path: self._residuals[path] for path in paths.values() if path in self._residuals}
         neighbours = tuple({} if block is None else self._shards[block] for block in (before, after))
         carried = self._next(group, path) if self._ahead else _Carried({}, jnp.zeros(()))
-        outputs, kept, following = _run(unit, carried, _Block(shards, inputs, residuals), neighbours, list(jaxpr.consts))
+        outputs, kept, following = _run(unit, carried, _Block(shards, inputs, residuals), neighbours, list(jaxpr.consts))  # type: ignore[misc]
         self._carried[group] = (place + 1, following)
         return outputs, kept
 
@@ -97,17 +100,16 @@ class GatheredBlocks(BlockCalls):
         """Parameters of this block, if it is the next one."""
         number, carried = self._carried[group]
         if number == len(group) or group[number] != path or tracers.current_trace() != self._trace:
-            raise ModelError(
-                f"{path} is gathered while the block before it computes, and was called in another order than when the loss was first traced.",
-                fix='[gradients] gather = "full".',
-            )
+            why = f"{path} is gathered while the block before it computes, and was not called where the loss called it when first traced."
+            raise ModelError(why, fix='calls in one order; or [gradients] gather = "full".')
         return carried
 
     def finish(self) -> jax.Array:
         """Zero, to be added to the loss: its gradient begins the backward pass of the last block, also where the loss does not use it."""
         for group, (number, _) in self._carried.items():
             if number < len(group):
-                raise ModelError(f"{group[number]} was called when the loss was first traced, and then no more.", fix='gather = "full".')
+                why = f"{group[number]} was called when the loss was first traced, and then no more."
+                raise ModelError(why, fix='calls that are always the same; or [gradients] gather = "full".')
         return sum((carried.done for _, carried in self._carried.values()), jnp.zeros(()))
 
 
@@ -178,12 +180,12 @@ def _forward(unit: _Unit, carried: _Carried, block: _Block, neighbours: tuple, c
 
 def _backward(unit: _Unit, residuals: tuple, cotangents: tuple) -> tuple:
     saved, last, block, shards_before, constants = residuals
-    *cotangents, (full, done) = cotangents
+    *outputs, (full, done) = cotangents
     full, done, before = (full, done, {}) if last is None else (last, jnp.zeros(()), {})
     if unit.gather_before is not None:
-        (shards_before, full), cotangents = _together((shards_before, full), cotangents)
+        (shards_before, full), outputs = _together((shards_before, full), outputs)
         before = unit.gather_before(shards_before)
-    dfull, *grads = differentiable(saved.gradients((full, block.others, constants), tuple(cotangents)))
+    dfull, *grads = differentiable(saved.gradients((full, block.others, constants), tuple(outputs)))
     # The block before begins when this one's gradients are computed, and the next one's reduced: full gradients of two blocks exist.
     dfull, grads, done = lax.optimization_barrier((dfull, grads, done))
     dothers, dconstants = complete(grads, [block.others, constants])

@@ -125,8 +125,8 @@ def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Arr
 
 def _transfer(spec: GradientSpec, stacked: bool) -> Transfer:
     """How the gradient of one layer is communicated."""
-    whole = spec.shard_layout
-    layout = ShardLayout(whole.shape[stacked:], _trimmed(whole.spec[stacked:]), whole.axes, whole.sizes)
+    full = spec.shard_layout
+    layout = ShardLayout(full.shape[stacked:], _trimmed(full.spec[stacked:]), full.axes, full.sizes)
     codec = spec.codec if spec.codec.compresses(layout, spec.placement.shape[stacked:]) else EXACT
     return Transfer(layout, codec, spec.error_feedback and not codec.lossless)
 
@@ -136,14 +136,13 @@ def _trimmed(spec: Spec) -> Spec:
     return spec if not spec or spec[-1] is not None else _trimmed(spec[:-1])
 
 
-def block_trace(sync: GradientSync, model: Model, params: Tree) -> BlockTrace | None:
-    """Records the calls of blocks, while the loss is traced; None where nothing is gathered by layer."""
-    sharded = list(filter(sync.is_sharded, flatten(params)))
+def block_trace(sync: GradientSync, model: Model, params: Tree) -> BlockTrace:
+    """Records the calls of blocks, while the loss is traced; of none where nothing is gathered by layer."""
+    sharded = [path for path in flatten(params) if sync.is_sharded(path)] if _by_layer(sync) else []
     if sync.resolved.layout.gradients.gather == "auto" and sum(sync.resolved.placements[path].nbytes for path in sharded) < AUTO_BYTES:
-        return None
-    groups = block_groups(params, model.stacks().keys()) if _by_layer(sync) else []
-    groups = [group for group in groups if any(path.startswith(f"{group[0]}/") for path in sharded)]
-    return BlockTrace(groups) if groups else None
+        sharded = []
+    groups = block_groups(params, model.stacks().keys()) if sharded else []
+    return BlockTrace([group for group in groups if any(path.startswith(f"{group[0]}/") for path in sharded)])
 
 
 def _by_layer(sync: GradientSync) -> bool:
@@ -151,9 +150,7 @@ def _by_layer(sync: GradientSync) -> bool:
     return declared.gather != "full" and sync.reduction.manual and not sync.reduction.keeps_params and not sync.registered
 
 
-def choose_layerwise(
-    sync: GradientSync, model: Model, jaxpr: Any, params: Tree, blocks: BlockTrace | None = None
-) -> tuple[GradientSync, list[str]]:
+def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree, blocks: BlockTrace) -> tuple[GradientSync, list[str]]:
     """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and their blocks; and notes on what is
     gathered how. Layers are those of a stack, and blocks: equal siblings, each of which is called once.
 
@@ -167,7 +164,7 @@ def choose_layerwise(
     if not _by_layer(sync):
         return sync, []
     declared, placements = sync.resolved.layout.gradients, sync.resolved.placements
-    called = () if blocks is None else tuple(group for group in blocks.groups if {*group} & {*blocks.order})
+    called = [group for group in blocks.groups if {*group} & {*blocks.order}]
     owners = {path: block for path in placements for group in called for block in group if path.startswith(f"{block}/")}
     numbers = {
         path: number for number, path in enumerate(flatten(params)) if (path in model.stacks() or path in owners) and sync.is_sharded(path)
@@ -194,8 +191,7 @@ def choose_layerwise(
             size = _size(sync, full)
             notes.append(f"note: {len(full)} parameters of {kind} ({size}) are gathered in full, before {before}. {path}: {reasons[path]}.")
     gathered = {owners[path] for path in by_layer & owners.keys()}
-    order = [] if blocks is None else [block for block in blocks.order if block in gathered]
-    groups = tuple(tuple(sorted(group, key=order.index)) for group in called if {*group} <= gathered)
+    groups = tuple(tuple(sorted(group, key=blocks.order.index)) for group in called if {*group} <= gathered)
     return dataclasses.replace(sync, layerwise=by_layer, blocks=groups), notes
 
 
@@ -204,12 +200,13 @@ def _size(sync: GradientSync, paths: Iterable[str]) -> str:
 
 
 def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[str], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Why parameters of equal blocks are gathered in full, `reasons` apart: each block gathers what the next one needs, so all are alike."""
+    """Why parameters of equal blocks are gathered in full, beside `reasons`."""
     for block in group:
         count = blocks.order.count(block)
         why = blocks.reasons.get(block) or (f"it is called {count} times" if count != 1 else None)
         if why:
             return dict.fromkeys(paths, f"{block}: {why}")
+    # a block hands the next one's parameters on, and gets its own for them: their names are the same
     names = {block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")} for block in group}
     alike = set.intersection(*names.values())
     refused = {name: path for block in group for name in names[block] if (path := f"{block}/{name}") in reasons}

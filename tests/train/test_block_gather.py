@@ -13,7 +13,6 @@ from flax import linen, nnx
 
 import spmd
 from spmd.errors import LayoutError
-
 from tests.train.test_layer_gather import (
     WIDTH,
     assert_close,
