@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -177,11 +177,19 @@ def _bytes(module: Module, computation: str, instr: Instruction) -> float:
     table = {part.name: part for part in body}
     for number, size in enumerate(sizes):
         name = next((part.name for part in body if part.op == "parameter" and part.rest.startswith(f"({number})")), "")
-        users = [part for part in body if name in part.operands]
-        if users and all(part.op in SLICES and part.operands[0] == name for part in users):
-            size = min(size, sum(array.bytes for part in users for array in part.arrays))
-        elif users and all(part.op == "dynamic-update-slice" and part.operands[0] == name for part in users):
-            updates = sum(array.bytes for part in users for array in table[part.operands[1]].arrays)
-            size, total = 0.0, total - min(result, size) + updates  # the updated array is not read
+        users = list(_users(body, name))
+        if users and all(part.op in (*SLICES, "dynamic-update-slice") and part.operands[0] == used for used, part in users):
+            updated = [array for _, part in users if part.op == "dynamic-update-slice" for array in table[part.operands[1]].arrays]
+            total += sum(array.bytes for array in updated) - (min(result, size) if updated else 0.0)
+            size = min(size, sum(array.bytes for _, part in users if part.op in SLICES for array in part.arrays))
         total += size
     return max(total, 0.0)
+
+
+def _users(body: Sequence[Instruction], name: str) -> Iterator[tuple[str, Instruction]]:
+    """Every instruction that reads a value, and under which name: its own or that of a bitcast."""
+    for part in body:
+        if name in part.operands and part.op == "bitcast":
+            yield from _users(body, part.name)
+        elif name in part.operands:
+            yield name, part
