@@ -192,7 +192,7 @@ def fit(
     config = as_checkpoint(checkpoint)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
-    meta = about_run(trainer, reader)
+    meta = about_run(trainer, reader, program)
     facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}
     _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
@@ -229,14 +229,15 @@ def fit(
     return Result(run.state, run.history, run.stop_reason, trainer)
 
 
-def about_run(trainer: Trainer, reader: Source) -> dict[str, Any]:
+def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:
     """The description of the run in its checkpoints, besides the arrays and the position."""
     config = trainer.placed.config
+    accumulated = {"accumulated gradients of stacks": program.accumulated} if program and program.accumulated else {}
     return {
         "data": {**reader.fingerprint(), "seed": config.seed},
         "layout": trainer.layout.to_toml(),
         "mesh": str(MeshSpec.parse(trainer.mesh)),
-        "options": {"precision": config.precision, "accumulate": config.accumulate},
+        "options": {"precision": config.precision, "accumulate": config.accumulate, **accumulated},
         "storage": trainer.packing,
     }
 

@@ -48,7 +48,10 @@ class Gradients:
       diagnostics: measure the residuals' norm and the error of the mean; costs one more exact reduction per step.
       weights: "exact" or "bfloat16": the format in which sharded weights are gathered.
       gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the loop over them, the "full" stack before
-        it, or "auto": by layer from 128 MiB on. By layer, memory holds few layers' weights, and accumulation reduces every microbatch.
+        it, or "auto": by layer from 128 MiB on. By layer, memory holds few layers' weights.
+      accumulate: what several microbatches add up of weights that are gathered by layer: "local" gradients, full on each worker, which are
+        reduced once per step, as those of all other weights are; "reduced" ones, reduced in every microbatch, which takes the memory of
+        shards and sends as many times the bytes; or "auto": local ones, if a device has room.
       rules: codecs by path.
 
     Example:
@@ -68,6 +71,7 @@ class Gradients:
     diagnostics: bool = False
     weights: str = "exact"
     gather: str = "auto"
+    accumulate: str = "auto"
     rules: tuple[GradientRule, ...] = ()
 
     def __post_init__(self):
@@ -158,7 +162,7 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
     if repeated:
         conflicts.append(Conflict("exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."))
     conflicts += _registered_problems(gradients)
-    unread = ["weights", "gather", "diagnostics"] if auto else []
+    unread = ["weights", "gather", "accumulate", "diagnostics"] if auto else []
     unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not (gradients.compressed or _is_registered(gradients)) else []
     unread += ["allow_biased"] if gradients.error_feedback or not any(map(_biased, gradients.codecs)) else []
     for field in dataclasses.fields(gradients):

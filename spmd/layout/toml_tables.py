@@ -21,6 +21,7 @@ CHOICES = {
     "gradients.codec": CODECS,
     "gradients.weights": ("exact", "bfloat16"),
     "gradients.gather": ("auto", "layer", "full"),
+    "gradients.accumulate": ("auto", "local", "reduced"),
     "parameter_server.placement": PLACEMENTS,
     "parameter_server.mode": MODES,
     "pipeline.schedule": SCHEDULES,

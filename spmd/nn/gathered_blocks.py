@@ -29,12 +29,12 @@ class GatheredBlocks(BlockCalls):
       gather: `spmd.sync.layer_gather.BlockGather`.
       groups: paths of equal blocks, in the order of their calls.
       params: of the model: of blocks, this worker's shards.
-      residuals: by path, of the gradients that are reduced here.
+      residuals: by path, what the gradients that are reduced here carry from microbatch to microbatch.
       ahead: whether a block gathers the next one's parameters. False: each gathers its own, in any order.
     """
 
     def __init__(
-        self, gather: Any, groups: tuple[tuple[str, ...], ...], params: Tree, residuals: Mapping[str, jax.Array], *, ahead: bool = True
+        self, gather: Any, groups: tuple[tuple[str, ...], ...], params: Tree, residuals: Mapping[str, Any], *, ahead: bool = True
     ):
         self._gather, self._residuals, self._ahead, self._groups = gather, residuals, ahead, groups
         self._places = {path: (group, place) for group in groups for place, path in enumerate(group)}
@@ -190,11 +190,17 @@ def _backward(unit: _Unit, residuals: tuple, cotangents: tuple) -> tuple:
     dfull, grads, done = lax.optimization_barrier((dfull, grads, done))
     dothers, dconstants = complete(grads, [block.others, constants])
     dshards, next_residuals = unit.reduce(block.shards, dfull, block.residuals)
+    dshards = {name: jnp.zeros_like(block.shards[name]) if grad is None else grad for name, grad in dshards.items()}
+    next_residuals = jax.tree.map(lambda new, old: old if new is None else new, next_residuals, block.residuals, is_leaf=_is_none)
     done, dshards = together(done, dshards)
     if unit.gather_before is None:  # used at the end, or a compiler would leave it out from the beginning
         name = min(dshards, key=lambda name: dshards[name].size)
         dshards = {**dshards, name: dshards[name] + done.astype(dshards[name].dtype)}
     return _Carried(before, done), _Block(dshards, dothers, next_residuals), None, dconstants
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 _run.defvjp(_forward, _backward)

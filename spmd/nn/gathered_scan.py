@@ -26,6 +26,7 @@ class Communication(NamedTuple):
     Attributes:
       gather: full parameters, from this worker's shards.
       reduce: gradients of shards and the next residuals, from shards (whose dtypes they get), gradients of full parameters and residuals.
+        None in place of a gradient is zero, and in place of a residual the one before.
     """
 
     gather: Callable[[Tree], Tree]
@@ -210,7 +211,11 @@ def _layer(tree: Tree, number: Any) -> Tree:
 
 def _put(tree: Tree, number: Any, part: Tree) -> Tree:
     """`tree` with the values of one layer."""
-    return jax.tree.map(lambda leaf, value: lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), number, 0), tree, part)
+
+    def put(leaf: Any, value: Any) -> Any:
+        return leaf if value is None else lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), number, 0)
+
+    return jax.tree.map(put, tree, part)
 
 
 def _no_gradient(leaf: Any) -> Any:

@@ -37,7 +37,7 @@ class ParallelConfig:
       unroll: whether loops are unrolled (for a convolution in a loop's body, on a CPU).
       row_splits: the number of parts into which the step will split the rows that a module now sees: accumulation, workers.
       gather_layer: `spmd.sync.layer_gather.LayerGather`, how a stack gathers the parameters of a layer. None: it has full ones.
-      residuals: of error feedback, of the gradients that `gather_layer` reduces, [layers, ...] by path.
+      residuals: trees of what the gradients that `gather_layer` reduces carry from microbatch to microbatch, [layers, ...] by path.
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       calls: functions in place of those of JAX and flax (`spmd.nn.replaced_calls`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and "time_chunk", "sequence", "experts".
@@ -56,7 +56,7 @@ class ParallelConfig:
     unroll: bool = False
     row_splits: int = 1
     gather_layer: Any = dataclasses.field(default=None, compare=False)
-    residuals: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict, compare=False)
+    residuals: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     calls: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)

@@ -12,11 +12,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from spmd.layout.resolve import num_shards
-from spmd.planner.memory import tree_on_device
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, reduction_time
 from spmd.planner.traffic import devices_per_node
 from spmd.specs import spec_axes
+from spmd.train.device_memory import tree_on_device
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten
 

@@ -1,10 +1,9 @@
 """The memory of one device in a step, by what it holds, compared with its capacity."""
 
 import dataclasses
-import math
+import os
 import re
 from collections import Counter
-from typing import Any
 
 import jax
 
@@ -14,7 +13,7 @@ from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.target import Target
 from spmd.specs import spec_axes
 from spmd.train.compiled_step import Program
-from spmd.train.host_memory import HOST
+from spmd.train.device_memory import in_host_memory, on_device, tree_on_device
 from spmd.tree import Tree, flatten, format_bytes, nbytes
 
 TIGHT = 0.92  # of a device's memory; above it, drivers, NCCL and fragmentation may need the rest
@@ -100,20 +99,10 @@ class Memory:
         return "\n".join(lines)
 
 
-def on_device(leaf: Any) -> int:
-    """Bytes of one device's shard of an array."""
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
-
-
-def tree_on_device(tree: Tree) -> int:
-    """Bytes of one device's shards of all arrays in a tree, except those in the host's memory."""
-    return sum(on_device(leaf) for leaf in jax.tree.leaves(tree) if not in_host_memory(leaf))
-
-
-def in_host_memory(leaf: Any) -> bool:
-    """Whether an array of the state is kept in the host's memory."""
-    return leaf.sharding.memory_kind == HOST
+def usable_memory(target: Target) -> int | None:
+    """Bytes that programs may use on each device, as a device would report them to `fit`; None for CPUs, which do not."""
+    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or PREALLOCATED) if target.platform == "cuda" else 1.0
+    return None if target.platform == "cpu" else int(fraction * target.memory)
 
 
 def memory_of(program: Program, compiled: Compiled, module: Module, target: Target) -> Memory:

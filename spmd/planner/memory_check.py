@@ -1,17 +1,9 @@
 """Whether a step fits in the memory of this process's devices, according to the compiler, before the first step runs."""
 
-from jax.sharding import Mesh
-
 from spmd.errors import DeviceMemoryError
-from spmd.planner.memory import tree_on_device
 from spmd.train.compiled_step import Program
+from spmd.train.device_memory import memory_limit, tree_on_device
 from spmd.tree import format_bytes
-
-
-def memory_limit(mesh: Mesh) -> int | None:
-    """Bytes that a program can use on each local device of a mesh, the smallest limit; None if devices do not report it (CPUs do not)."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices]
-    return min(limits, default=0) or None
 
 
 def check_step_memory(program: Program) -> str | None:

@@ -12,6 +12,7 @@ from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.compile import check_timeout, compiler_of
 from spmd.planner.drawings import array_drawing
 from spmd.planner.html_report import fragment, page
+from spmd.planner.memory import usable_memory
 from spmd.planner.plan_data import PlanData, build_plan
 from spmd.planner.suggest_fixes import Fix, fixes_of
 from spmd.planner.target import Cluster
@@ -152,7 +153,8 @@ def plan(
     spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
     config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
     compiler, _ = compiler_of(cluster.target, cluster.nodes)
-    placed = PlacedModel(config, abstract_mesh(spec), declared, platform=cluster.target.platform, kernels=compiler)
+    platform, memory = cluster.target.platform, usable_memory(cluster.target)
+    placed = PlacedModel(config, abstract_mesh(spec), declared, platform=platform, kernels=compiler, device_memory=memory)
     return build_plan(Plan, placed, batch, cluster, timeout=timeout, say=say)
 
 

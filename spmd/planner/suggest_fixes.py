@@ -44,15 +44,15 @@ class Fix(Generic[PlanT]):
 def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix[PlanT], ...]:
     """Plan one change after the other, each on top of the earlier ones that helped, until the step fits.
 
-    In this order: rematerialization that saves matrix products, then nothing; more microbatches; optimizer state sharded over the
-    workers; parameters too; twice the devices, and twice again.
+    In this order: rematerialization that saves matrix products, then nothing; gradients reduced in every microbatch; more microbatches;
+    optimizer state sharded over the workers; parameters too; twice the devices, and twice again.
 
     Returns:
       All changes that were tried; the last one fits if any does. () for a plan that fits.
     """
     fixes: list[Fix[PlanT]] = []
     best = plan
-    for step in (_remat, _microbatches, _shard_optimizer, _shard_parameters, _more_devices):
+    for step in (_remat, _reduce_each, _microbatches, _shard_optimizer, _shard_parameters, _more_devices):
         before = best
         for change, changes in step(before):
             if best.fits:
@@ -82,6 +82,12 @@ def _remat(plan: PlanData) -> _Changes:
         if remat_level(remat) > remat_level(plan.layout.remat):
             where = f" modules = {list(remat.modules)}".replace("'", '"') if remat.modules else ""
             yield f'[remat] save = "{remat.saves}"{where}', {"layout": dataclasses.replace(plan.layout, remat=remat)}
+
+
+def _reduce_each(plan: PlanData) -> _Changes:
+    if plan.program.accumulated == "local":
+        gradients = dataclasses.replace(plan.layout.gradients, accumulate="reduced")
+        yield '[gradients] accumulate = "reduced"', {"layout": dataclasses.replace(plan.layout, gradients=gradients)}
 
 
 def _microbatches(plan: PlanData) -> _Changes:

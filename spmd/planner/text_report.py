@@ -7,11 +7,11 @@ from typing import Any
 from spmd.fields import as_toml
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
-from spmd.planner.memory import in_host_memory, on_device
 from spmd.planner.plan_data import PlanData
 from spmd.planner.timeline import Timeline
 from spmd.render.html import Text, filled
 from spmd.specs import spec_axes, spec_text
+from spmd.train.device_memory import in_host_memory, on_device
 from spmd.train.state import owner_of
 from spmd.tree import describe, flatten, format_bytes
 

@@ -32,13 +32,15 @@ from spmd.xla import shard_map
 OWN = "own"  # each worker's local parameters: [workers, positions, row], sharded over workers
 READ = "read"  # the parameters that workers last read from the servers: [positions, row], replicated
 OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], sharded over positions
+TOTAL = "total"  # in no checkpoint: the sum of a gradient over microbatches, which the last of them reduces
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync:
     """A layout's `[gradients]`, applied to a model on a mesh.
 
-    `layerwise`: paths of the parameters that are gathered one layer at a time, and whose gradients are reduced there (`layer_gather.py`).
+    `layerwise`: paths of the parameters that are gathered one layer at a time; their gradients are reduced there (`layer_gather.py`), in
+    the backward pass of every microbatch, or, if `sums_layers`, in that of the last one, with those of the others.
     `blocks`: paths of equal modules outside of stacks whose parameters are among them, in the order of their calls.
     """
 
@@ -46,6 +48,7 @@ class GradientSync:
     mesh_axes: MeshAxes
     layerwise: frozenset[str] = frozenset()
     blocks: tuple[tuple[str, ...], ...] = ()
+    sums_layers: bool = False
 
     @functools.cached_property
     def reduction(self) -> Reduction:
@@ -129,13 +132,20 @@ class GradientSync:
             return {path: comm_state.get(path, {}) | self._init_local(leaf) for path, leaf in flatten(params).items()}
         return comm_state
 
-    def layer_residuals(self, comm_state: Memory) -> dict[str, jax.Array]:
-        """Of `layerwise`, this worker's residuals, in full shapes."""
-        return {path: entry[RESIDUAL][0] for path, entry in comm_state.items() if path in self.layerwise and RESIDUAL in entry}
+    def layer_carries(self, comm_state: Memory, *, sums: bool) -> Memory:
+        """Of `layerwise`, with which this worker's first microbatch begins: residuals, and, with `sums`, totals of zero; full shapes."""
+        carries: Memory = {}
+        for path in sorted(self.layerwise):
+            placement, residual = self.resolved.placements[path], comm_state.get(path, {}).get(RESIDUAL)
+            carry = {TOTAL: jnp.zeros(placement.shape, placement.dtype)} if sums else {}
+            carry |= {RESIDUAL: residual[0]} if residual is not None else {}
+            carries |= {path: carry} if carry else {}
+        return carries
 
-    def with_layer_residuals(self, comm_state: Memory, residuals: dict[str, jax.Array]) -> Memory:
-        """`comm_state` with these."""
-        return comm_state | {path: comm_state[path] | {RESIDUAL: leaf[None]} for path, leaf in residuals.items()}
+    def with_layer_residuals(self, comm_state: Memory, carries: Memory) -> Memory:
+        """`comm_state` with the residuals of these."""
+        residuals = {path: carry[RESIDUAL][None] for path, carry in carries.items() if RESIDUAL in carry}
+        return comm_state | {path: comm_state[path] | {RESIDUAL: residual} for path, residual in residuals.items()}
 
     def _init_local(self, leaf: jax.Array) -> dict[str, jax.Array]:
         """Every worker starts with the servers' parameters."""

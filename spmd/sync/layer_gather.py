@@ -17,11 +17,11 @@ from spmd.models.blocks import BlockTrace, block_groups
 from spmd.path_match import matches
 from spmd.specs import Spec, entry_axes, keep_axes, pspec
 from spmd.sync.gradient_plan import GradientSpec
-from spmd.sync.gradient_sync import GradientSync
+from spmd.sync.gradient_sync import TOTAL, GradientSync
 from spmd.sync.mesh_axes import constrain
 from spmd.tree import Tree, flatten, format_bytes, map_paths
 from spmd.wire.codec.exact import EXACT
-from spmd.wire.reduction import Transfer
+from spmd.wire.reduction import RESIDUAL, Memory, Transfer
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.sharded import Gathering
 
@@ -36,12 +36,14 @@ class LayerGather:
       dtype: in which the layers compute; None: that of the parameters.
       remat: patterns and policies of the layout's `[remat]`.
       stacked: whether arrays are one layer's of a stack's, [layers, ...]; False: a block's.
+      only_sums: whether gradients are added up for a later microbatch, which reduces them with its own.
     """
 
     sync: GradientSync
     dtype: Any = None
     remat: tuple[tuple[str, Callable[..., Any]], ...] = ()
     stacked: bool = True
+    only_sums: bool = False
 
     def takes(self, path: str) -> bool:
         """Whether this parameter is gathered by layer."""
@@ -60,21 +62,23 @@ class LayerGather:
         sharded, gathering = self._gathering(paths, shards)
         return _replaced(paths, shards, dict(zip(sharded, gathering.gather(list(sharded.values())), strict=True)))
 
-    def reduce(
-        self, paths: Mapping[str, str], shards: Tree, grads: Tree, residuals: dict[str, jax.Array]
-    ) -> tuple[Tree, dict[str, jax.Array]]:
-        """Mean gradients of one layer's shards, and the next residuals.
+    def reduce(self, paths: Mapping[str, str], shards: Tree, grads: Tree, carries: Memory) -> tuple[Tree, Memory]:
+        """Mean gradients of one layer's shards, None for those that are only added up; and the next `carries`, None where nothing changes.
 
         Args:
           grads: of full parameters; those that are not gathered by layer stay as they are.
-          residuals: of one layer, by path in the model.
+          carries: residuals, and sums over earlier microbatches, of one layer, by path in the model.
         """
         sharded, gathering = self._gathering(paths, shards)
-        full = {paths[name]: leaf for name, leaf in flatten(grads).items() if paths.get(name) in sharded}
-        numbers = {path: number for number, path in enumerate(sharded) if path in residuals}
-        memory = {number: residuals[path] for path, number in numbers.items()}
-        means, after = gathering.reduce([full[path].astype(shard.dtype) for path, shard in sharded.items()], memory)
-        return _replaced(paths, grads, dict(zip(sharded, means, strict=True))), {path: after[number] for path, number in numbers.items()}
+        full = {paths[name]: leaf.astype(sharded[paths[name]].dtype) for name, leaf in flatten(grads).items() if paths.get(name) in sharded}
+        full |= {path: carry[TOTAL] + full[path] for path, carry in carries.items() if TOTAL in carry}
+        after = {path: dict.fromkeys(carry) for path, carry in carries.items()}
+        if self.only_sums:
+            return _replaced(paths, grads, dict.fromkeys(sharded)), {path: entry | {TOTAL: full[path]} for path, entry in after.items()}
+        memory = {number: carries[path][RESIDUAL] for number, path in enumerate(sharded) if RESIDUAL in carries.get(path, {})}
+        means, residuals = gathering.reduce([full[path] for path in sharded], memory)
+        after |= {path: after[path] | {RESIDUAL: residuals[number]} for number, path in enumerate(sharded) if number in residuals}
+        return _replaced(paths, grads, dict(zip(sharded, means, strict=True))), after
 
     def _gathering(self, paths: Mapping[str, str], shards: Tree) -> tuple[dict[str, jax.Array], Gathering]:
         """The arrays that are gathered, by path in the model, and how."""
@@ -118,7 +122,7 @@ class LayerReplicate:
         raise NotImplementedError
 
 
-def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array]) -> Tree:
+def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array | None]) -> Tree:
     """The tree with these values, by path in the model."""
     return map_paths(lambda name, leaf: values.get(paths.get(name, ""), leaf), tree)
 

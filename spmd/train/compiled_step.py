@@ -25,6 +25,7 @@ from spmd.nn.schedule import Schedule
 from spmd.specs import Spec, pspec
 from spmd.sync.layer_gather import LayerReplicate, block_trace, choose_layerwise
 from spmd.sync.parameter_sync import gather_outside
+from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
 from spmd.train.compiler_options import check_compiler_options
@@ -82,7 +83,8 @@ class Program:
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
         params = placed.abstract_state.params
         self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, params, blocks)
-        self.notes += [*chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
+        self.sync, accumulation = choose_accumulation(placed, self.sync)
+        self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self._loss_names = (LOSS, *extra)
         self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
@@ -99,6 +101,13 @@ class Program:
         self._jit = functools.partial(jax.jit, compiler_options=self.compiler_options)
         self._compiled: dict[tuple, Callable] = {}
         self._traced_inputs: set[Any] = set()  # signatures of inputs that the model was traced on
+
+    @property
+    def accumulated(self) -> str | None:
+        """Which gradients of weights that are gathered layer by layer microbatches add up, "local" or "reduced"; None if there are none."""
+        if self.placed.config.accumulate == 1 or not self.sync.layerwise:
+            return None
+        return "local" if self.sync.sums_layers else "reduced"
 
     @functools.cached_property
     def eval_names(self) -> tuple[str, ...]:

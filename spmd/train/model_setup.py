@@ -29,6 +29,7 @@ from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
 from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
+from spmd.train.device_memory import memory_limit
 from spmd.train.host_memory import check_memory
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
@@ -85,15 +86,24 @@ def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0
 class PlacedModel:
     """A model on a mesh: what it is made of and where each array lives.
 
-    On a mesh without devices, `platform` says what they would be ("cpu", "cuda"); then everything works except `init`. `kernels` is the
-    platform whose kernels are called, if the step is compiled for another one, as an estimate.
+    On a mesh without devices, `platform` says what they would be ("cpu", "cuda"), and `device_memory` how many bytes programs may use on
+    each (None: it is not known); then everything works except `init`. `kernels` is the platform whose kernels are called, if the step
+    is compiled for another one, as an estimate.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Any, layout: Layout, platform: str | None = None, kernels: str | None = None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Any,
+        layout: Layout,
+        platform: str | None = None,
+        kernels: str | None = None,
+        device_memory: int | None = None,
+    ):
         self._given, self.config = wrap(config.model), config
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
-        self.kernels = kernels or self.platform
+        self.kernels, self._device_memory = kernels or self.platform, device_memory
         self.objective, self.optimizer = Objective(config.loss, dict(config.metrics or {})), check_optimizer(config.optimizer)
         self._layout = layout
         self._sample: Tree = None
@@ -101,7 +111,8 @@ class PlacedModel:
     def with_layout(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "PlacedModel":
         """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
         changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
-        other = PlacedModel(dataclasses.replace(self.config, model=self._given, **changed), mesh, layout, self.platform, self.kernels)
+        config = dataclasses.replace(self.config, model=self._given, **changed)
+        other = PlacedModel(config, mesh, layout, self.platform, self.kernels, self._device_memory)
         other.learn(self._sample)
         other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
         return other
@@ -119,6 +130,11 @@ class PlacedModel:
     def given(self) -> Model:
         """The model as it was given, whose parameters are packed in no way."""
         return self._given
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes that a program may use on each device; None if it is not known, as on CPUs."""
+        return self._device_memory if isinstance(self.mesh, AbstractMesh) else memory_limit(self.mesh)
 
     def _run(self, model: Any) -> None:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""

@@ -124,7 +124,7 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
                 stats = sync_stats(stats, rule.axes, present, state.stats)
         # 4 to 6: communicated as the rule says: the mean over workers, gradients to the servers, or, in some steps, parameter deltas;
         # encoded, in buckets, with error feedback where the layout says so
-        state = dataclasses.replace(state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.residuals))
+        state = dataclasses.replace(state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.layers))
         return rule.reduce(state, grads, metrics, events), stats
 
     return (step.over_workers or shard_over_workers)(step, on_worker, state, batch, weights, events)

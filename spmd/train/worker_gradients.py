@@ -31,6 +31,7 @@ from spmd.train.remat import forward_policy, module_policies
 from spmd.train.state import State
 from spmd.tree import Tree, map_paths
 from spmd.wire import collectives
+from spmd.wire.reduction import RESIDUAL, Memory
 
 
 class Carried(NamedTuple):
@@ -38,11 +39,11 @@ class Carried(NamedTuple):
 
     Attributes:
       stats: batch statistics.
-      residuals: of the gradients in `GradientSync.layerwise`, which are reduced in the backward pass: full shapes, by path.
+      layers: of the gradients in `GradientSync.layerwise`, which are reduced in the backward pass, by path.
     """
 
     stats: Tree
-    residuals: dict[str, jax.Array]
+    layers: Memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class WorkerGradients:
             kept = functools.partial(jnp.where, events["present"][first + index])  # never by multiplying: 0 * NaN
             return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(kept, after, carried)
 
-        carried = Carried(state.stats, self.sync.layer_residuals(state.exchange))
+        carried = Carried(state.stats, self.sync.layer_carries(state.exchange, sums=self._sums_layers))
         if self.workers_per_position == 1:
             (grads, sums), carried = worker_grads(carried, (batch, weights), jnp.int32(0))
         else:
@@ -123,36 +124,47 @@ class WorkerGradients:
         """Of one worker, by its number over all workers: gradients of the loss summed over its rows, and metric sums; what follows."""
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
-        loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, sync_axes=axes if self.gathers else ())
-        if (policy := forward_policy(self.sync.resolved.layout.remat)) is not None:
-            loss = jax.checkpoint(loss, policy=policy)
+        policy = forward_policy(self.sync.resolved.layout.remat)
 
-        def microbatch_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
+        def microbatch_grads(carried: Carried, rows: tuple, index: jax.Array, only_sums: bool = False) -> tuple[tuple, Carried]:
             key = jax.random.fold_in(step_key, index)
             if self.parallel.manual_backward:
                 return self._of_pipeline(params, state, rows, key, worker, axes), carried
-            return self._of_microbatch(loss, params, carried, rows, key)
+            sync_axes = axes if self.gathers else ()
+            loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, sync_axes=sync_axes, only_sums=only_sums)
+            return self._of_microbatch(loss if policy is None else jax.checkpoint(loss, policy=policy), params, carried, rows, key)
 
         if self.microbatches == 1:
             return microbatch_grads(carried, rows, jnp.int32(0))
-        parts = microbatches(rows, self.microbatches)
-        return accumulate(microbatch_grads, carried, parts, self.microbatches, unroll=self.unroll)
+        parts, count = microbatches(rows, self.microbatches), self.microbatches
+        if not self._sums_layers:
+            return accumulate(microbatch_grads, carried, parts, count, unroll=self.unroll)
+        # the last one, apart from the loop, reduces what all have added up while it computes
+        earlier, last = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
+        total, carried = accumulate(functools.partial(microbatch_grads, only_sums=True), carried, earlier, count - 1, unroll=self.unroll)
+        summed, carried = microbatch_grads(carried, last, jnp.int32(count - 1))
+        return jax.tree.map(jnp.add, total, summed), carried
+
+    @property
+    def _sums_layers(self) -> bool:
+        return self.sync.sums_layers and self.microbatches > 1
 
     def _of_microbatch(self, loss: Callable, params: Tree, carried: Carried, rows: tuple, key: Any) -> tuple[tuple[Tree, Sums], Carried]:
         """Gradients with respect to the full parameters, and metric sums; what follows."""
         gathered = self._gather(params)
         loss = functools.partial(loss, stats=carried.stats, rows=rows, key=key)
-        value, backward, (sums, stats) = jax.vjp(loss, gathered, carried.residuals, has_aux=True)
+        value, backward, (sums, stats) = jax.vjp(loss, gathered, carried.layers, has_aux=True)
         if self.gathers and not self.sync.reduction.keeps_params:
             # Gathered parameters are not kept from the forward to the backward pass. They are gathered again from values that
             # depend on the loss, so the compiler cannot merge the two gathers into one.
             sharded, value = lax.optimization_barrier((params, value))
             backward = gather_again(self.sync, backward, gathered, self._cast(sharded))
         # Reduced in the backward pass, the gradient of a residual is the next one. There it is that of a mean over rows, as elsewhere.
-        scale = rows[1].shape[0] * self.microbatches if carried.residuals else 1
-        grads, residuals = backward(jnp.full_like(value, 1 / scale))
-        grads = jax.tree.map(lambda g: g * scale, grads) if carried.residuals else grads
-        return (cast_like(grads, params), sums), Carried(stats, residuals)
+        has_residuals = any(RESIDUAL in carry for carry in carried.layers.values())
+        scale = rows[1].shape[0] * self.microbatches if has_residuals else 1
+        grads, layers = backward(jnp.full_like(value, 1 / scale))
+        grads = jax.tree.map(lambda g: g * scale, grads) if has_residuals else grads
+        return (cast_like(grads, params), sums), Carried(stats, layers)
 
     def _gather(self, params: Tree) -> Tree:
         """Full parameters in the dtype of the computation; cast before they are sent, so they are sent in that dtype."""
@@ -200,7 +212,7 @@ class WorkerGradients:
     def _loss(
         self,
         params: Tree,
-        residuals: dict[str, jax.Array],
+        layers: Memory,
         *,
         stats: Tree,
         rngs: Tree,
@@ -209,17 +221,19 @@ class WorkerGradients:
         localize: Callable[[Any], Any],
         sync_axes: tuple[str, ...],
         parallel: ParallelConfig | None = None,
+        only_sums: bool = False,
     ) -> tuple[jax.Array, tuple[Sums, Tree]]:
         """The loss summed over these rows; beside it all metric sums and the next stats."""
         batch, weights = rows
         remat = module_policies(self.sync.resolved.layout.remat)
         model_key, loss_key = jax.random.split(key)
         activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
-        gather, blocks = LayerGather(self.sync, self.dtype, remat) if self.sync.layerwise else None, None
+        gather = LayerGather(self.sync, self.dtype, remat, only_sums=only_sums) if self.sync.layerwise else None
+        blocks = None
         if gather is not None and self.sync.blocks:
-            blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, params, residuals)
+            blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, params, layers)
         call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
-        with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=residuals)):
+        with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=layers)):
             bound = self.model.bind(Variables(params, stats, rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
         check_worker(value, weights.shape[0], rowwise=self.rowwise)

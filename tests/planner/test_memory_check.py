@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd.errors import DeviceMemoryError
-from spmd.planner.memory_check import memory_limit
+from spmd.train.device_memory import memory_limit
 
 pytestmark = pytest.mark.optimized
 

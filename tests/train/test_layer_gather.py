@@ -1,6 +1,7 @@
 """Parameters of a stack gathered one layer at a time inside its scan, and their gradients reduced there."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -13,7 +14,12 @@ from flax import nnx
 import spmd
 from spmd.errors import LayoutError
 from spmd.jaxpr import equations
+from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.nn import LayerStack, RNNStack
+from spmd.planner.memory import usable_memory
+from spmd.planner.target import load
+from spmd.train.compiled_step import prepare_program
+from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import flatten
 from spmd.wire.reduction import RESIDUAL
 
@@ -138,25 +144,28 @@ CODECS = {
 }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("accumulate", "mode"), [(1, "auto"), (2, "reduced"), (2, "local")])
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate):
-    check_residual("stack/layers/down/kernel", lambda: Net(), codec, accumulate)
+def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate, mode):
+    check_residual("stack/layers/down/kernel", lambda: Net(), codec, accumulate, mode)
 
 
 def test_what_a_codec_loses_of_a_recurrent_layer_is_in_its_residual():
     check_residual("stack/cells/dense_h/kernel", lambda: Recurrent(), "int8", 1)
 
 
-def check_residual(path, net, codec, accumulate):
+def check_residual(path, net, codec, accumulate, mode="auto"):
     # with plain SGD at a rate of 1, what was applied plus the mean residual is the true mean gradient
     def step_of(layout):
         mesh = spmd.make_mesh("data=8")
         trainer = spmd.Trainer(net, loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout, accumulate=accumulate)
         return trainer, trainer.step(trainer.init(), batch())[0]
 
-    (trainer, lossy), (_, exact) = step_of(sharded("layer", error_feedback=True, **CODECS[codec])), step_of(sharded("full"))
+    (trainer, lossy), (_, exact) = (
+        step_of(sharded("layer", error_feedback=True, accumulate=mode, **CODECS[codec])),
+        step_of(sharded("full")),
+    )
     assert path in gathered_by_layer(trainer)
     residual = np.asarray(lossy.exchange[path][RESIDUAL])
     assert residual.shape == (8, *params(exact)[path].shape) and np.abs(residual).max() > 1e-5
@@ -202,6 +211,121 @@ def test_residuals_of_layers_serve_the_next_step_and_are_restored(tmp_path):
     )
     forgetful, _ = train(trainer_of(sharded("layer", codec="int8", options={"block": 64})), 4)
     assert np.abs(params(straight)["stack/layers/up/kernel"] - params(forgetful)["stack/layers/up/kernel"]).max() > 1e-5
+
+
+ACCUMULATED = {
+    "plain": {},
+    "dropout": {"net": lambda: Net(dropout=0.5)},
+    "bfloat16": {"precision": "bfloat16"},
+    "tensor parallel": {"params": TENSOR_PARALLEL, "mesh": "data=4,model=2"},
+    "everything recomputed": {"remat": spmd.Remat("nothing")},
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", ACCUMULATED)
+@pytest.mark.parametrize("mode", ["local", "reduced"])
+def test_gradients_of_microbatches_are_those_of_one_device(mode, case):
+    options = {"accumulate": 2} | ACCUMULATED[case]
+    layout = sharded("layer", params=options.pop("params", ()), remat=options.pop("remat", None), accumulate=mode)
+    trainer, one = trainer_of(layout, **options), trainer_of("data_parallel", **options | {"mesh": "data=1"})
+    state, _ = train(trainer)
+    assert trainer.prepare(batch())[0].accumulated == mode
+    # bfloat16 rounds gradients that are sums over other rows; an update is 0.02 and more
+    assert_close(params(state), params(train(one)[0]), 2e-3 if case == "bfloat16" else 2e-6)
+
+
+def reductions(accumulate, mode):
+    """How often gradients of each shape are reduced in the traced step."""
+    trainer = trainer_of(sharded("layer", accumulate=mode), accumulate=accumulate)
+    trainer.prepare(batch())
+    counts: dict = {}
+    for op in trainer.wire.ops:
+        if "reduce_gradients" in op.where:
+            counts[op.shape] = counts.get(op.shape, 0) + op.count
+    return counts
+
+
+def test_local_gradients_are_reduced_once_per_step_and_others_in_every_microbatch():
+    kernel, head = (28, WIDTH), (WIDTH, 3)
+    for accumulate, mode, times in ((1, "auto", 1), (2, "reduced", 2), (2, "local", 1)):
+        found = reductions(accumulate, mode)
+        assert (found[kernel], found[head]) == (times * LAYERS, 1), mode
+    assert reductions(2, "local") == reductions(1, "auto")
+
+
+def has_memory(monkeypatch, limit):
+    monkeypatch.setattr("spmd.train.model_setup.memory_limit", lambda mesh: limit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "accumulated", "why"),
+    [
+        (None, "reduced", "are reduced in each of 2 microbatches: devices do not say how much memory they have."),
+        (
+            60_000,
+            "reduced",
+            "are reduced in each of 2 microbatches: in full they exceed 33% of the 45.4 KiB that state and two layers leave",
+        ),
+        (90_000, "local", "are summed over 2 microbatches and reduced once: in full they fit into 33% of the 74.7 KiB that state and two"),
+    ],
+)
+def test_auto_accumulates_full_gradients_where_memory_allows(monkeypatch, limit, accumulated, why):
+    has_memory(monkeypatch, limit)
+    trainer = trainer_of(sharded("layer"), accumulate=2)
+    program, _ = trainer.prepare(batch())
+    assert program.accumulated == accumulated
+    (note,) = [note for note in trainer.notes() if "microbatches" in note]
+    assert note.startswith("gradients of 5 parameters of stacks (18.4 KiB) " + why)
+
+
+def test_a_plan_chooses_as_fit_does():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    config = TrainConfig(lambda: Net(), loss, optax.sgd(0.05, momentum=0.9), accumulate=2)
+
+    def accumulated(memory):
+        placed = PlacedModel(config, abstract_mesh(MeshSpec.parse("data=8")), sharded("layer"), platform="cpu", device_memory=memory)
+        return prepare_program(placed, shapes).accumulated
+
+    assert (accumulated(None), accumulated(60_000), accumulated(90_000)) == ("reduced", "reduced", "local")
+    memory = {name: usable_memory(load(name)) for name in ("h100", "cpu")}
+    assert memory == {"h100": int(0.75 * load("h100").memory), "cpu": None}
+
+
+@pytest.mark.parametrize(
+    ("gather", "accumulate", "why"),
+    [
+        ("layer", 1, "there is one microbatch"),
+        ("full", 2, "no gradients are those of weights that are gathered layer by layer"),
+    ],
+)
+def test_accumulation_that_applies_to_nothing_is_said(gather, accumulate, why):
+    trainer = trainer_of(sharded(gather, accumulate="local"), accumulate=accumulate)
+    trainer.prepare(batch())
+    assert f'note: [gradients] accumulate = "local" is not used: {why}.' in trainer.notes()
+
+
+@pytest.mark.system
+def test_a_run_that_resumes_on_other_devices_says_that_it_accumulates_otherwise(tmp_path, monkeypatch):
+    data = {name: np.concatenate([batch(number)[name] for number in range(2)]) for name in ("x", "y")}
+    options = {"loss": loss, "optimizer": optax.sgd(0.05), "mesh": "data=8", "layout": sharded("layer"), "accumulate": 2}
+    for steps, limit in ((1, None), (2, 90_000)):
+        has_memory(monkeypatch, limit)
+        spmd.fit(
+            lambda: Net(),
+            data,
+            steps=steps,
+            batch_size=ROWS,
+            checkpoint=tmp_path,
+            resume=steps > 1,
+            check_memory=False,
+            progress=False,
+            **options,
+        )
+    (resumed,) = [
+        record for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if record.get("event") == "resumed"
+    ]
+    assert resumed["changed"] == ["accumulated gradients of stacks was reduced, is local"]
 
 
 def test_every_layer_is_gathered_forward_and_backward_and_reduced_in_the_loop():

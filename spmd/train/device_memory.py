@@ -1,0 +1,32 @@
+"""What devices hold, and how much they can."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from spmd.train.host_memory import HOST
+from spmd.tree import Tree
+
+
+def memory_limit(mesh: Mesh) -> int | None:
+    """Bytes that a program can use on each local device of a mesh, the smallest limit; None if devices do not report it (CPUs do not)."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices]
+    return min(limits, default=0) or None
+
+
+def on_device(leaf: Any) -> int:
+    """Bytes of one device's shard of an array."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def tree_on_device(tree: Tree) -> int:
+    """Bytes of one device's shards of all arrays in a tree, except those in the host's memory."""
+    return sum(on_device(leaf) for leaf in jax.tree.leaves(tree) if not in_host_memory(leaf))
+
+
+def in_host_memory(leaf: Any) -> bool:
+    """Whether an array of the state is kept in the host's memory."""
+    return leaf.sharding.memory_kind == HOST
