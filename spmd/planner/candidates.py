@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from spmd.errors import OptionError, type_name
+from spmd.fields import as_toml
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import shipped
@@ -41,7 +42,7 @@ class Candidate:
     """One way to train.
 
     Attributes:
-      layout: with the mesh, reduction, pipeline and `[remat]` of this candidate.
+      layout: with the mesh, reduction, pipeline, `[remat]` and `[compiler]` of this candidate.
       accumulate: microbatches whose gradients are summed before they are reduced.
       family: the index of the searched layout that this is a variant of.
       remat_level: 0 for the layout's own rematerialization; each further level saves less.
@@ -76,6 +77,7 @@ class Candidate:
         parts = [f"{layout.name} on {self.mesh}", f"reduction {layout.gradients.reduction}"]
         parts += [f"{layout.pipeline.microbatches} microbatches in the pipeline"] if layout.pipeline.microbatches else []
         parts += [f"remat {layout.remat}"] if layout.remat != Remat() else []
+        parts += [f"{key} {as_toml(value)}" for key, value in layout.compiler.keys.items()]
         return ", ".join(parts + [f"accumulate {self.accumulate}"] * (self.accumulate > 1))
 
 

@@ -19,7 +19,9 @@ from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats
 from spmd.planner.compile import check_timeout, compiler_of
+from spmd.planner.compiler_search import TUNED, tune, why_not_tuned
 from spmd.planner.lower_bounds import LowerBounds, lower_bounds_of, trainable_paths
+from spmd.planner.memory import usable_memory
 from spmd.planner.plan_data import build_plan
 from spmd.planner.planning import Plan
 from spmd.planner.target import LARGEST, MIN_SAVING, Cluster
@@ -176,6 +178,7 @@ def search(
     target: "str | Cluster" = "cpu",
     candidates: "str | Sequence[str | Path | Layout]" = "exact",
     compiles: int | None = 24,
+    compiler_options: bool = False,
     metrics: Mapping[str, Callable[..., Any]] | None = None,
     precision: str = "float32",
     seed: int = 0,
@@ -190,6 +193,7 @@ def search(
         communication or workers that do not wait for each other; or a list of layouts.
       compiles: the number of programs to compile at most, in addition to one for a single device; None: no limit. If nothing fits, twice
         as many, and a few for each larger mesh.
+      compiler_options: whether to try options of XLA on the two fastest layouts, for GPUs: at most 10 programs more.
       say: called with a line for every program.
 
     Returns:
@@ -216,21 +220,31 @@ def search(
     rows = check_leaves(abstract(batch), "the batch")
     config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
     one, (compiler, _) = abstract_mesh(MeshSpec((("data", 1),))), compiler_of(cluster.target, cluster.nodes)
-    on_one_device = PlacedModel(config, one, Layout(), platform=cluster.target.platform, kernels=compiler)
+    platform, memory = cluster.target.platform, usable_memory(cluster.target)
+    on_one_device = PlacedModel(config, one, Layout(), platform=platform, kernels=compiler, device_memory=memory)
     say(f"compiling for one device, of {cluster}")
     alone = build_plan(Plan, on_one_device, batch, Cluster(1, 1, cluster.target), timeout=timeout)
     left_out = {name: f'{why}; candidates="all" includes it' for name, why in left_out.items()}
     space = CandidateSpace(layouts, remats(on_one_device), cluster.count, rows)
     run = SearchRun(alone, cluster, space, timeout, say)
     run.compile_candidates(math.inf if compiles is None else compiles)
-    fitting = [(candidate, plan) for candidate, plan in run.plans.items() if plan.fits]
-    fitting.sort(key=lambda item: (item[1].timeline.seconds, item[1].memory.peak))
+    fitting = _fastest_first({candidate: plan for candidate, plan in run.plans.items() if plan.fits})
     rejected = dict(run.rejected())
+    if compiler_options and fitting:
+        if why := why_not_tuned(fitting[0][1]):
+            left_out["[compiler]"] = why
+        else:
+            tuned, no_better = run.tune(fitting[:TUNED])
+            fitting, rejected = _fastest_first(dict(fitting) | tuned), no_better | rejected
     left_out |= {layout.name: why for family, layout in enumerate(layouts) if (why := space.impossible(family))}
     kinds = {why.kind for why in rejected.values()}
     complete = not run.failed and "limit" not in kinds
     would_hold = _larger(run) if "memory" in kinds and not fitting else None
     return Search(cluster, alone, tuple(fitting), rejected, left_out, complete, would_hold)
+
+
+def _fastest_first(plans: Mapping[Candidate, Plan]) -> list[tuple[Candidate, Plan]]:
+    return sorted(plans.items(), key=lambda item: (item[1].timeline.seconds, item[1].timeline.exposed, item[1].memory.peak))
 
 
 def _larger(run: "SearchRun") -> Plan | None:
@@ -295,6 +309,21 @@ class SearchRun:
                 self.reasons[candidate] = why
                 if candidate.accumulate == 1 and candidate.remat_level == 0:  # another mesh may be better
                     self._enqueue(self.space.groups(candidate.family))
+
+    def tune(self, fastest: Iterable[tuple[Candidate, Plan]]) -> tuple[dict[Candidate, Plan], dict[Candidate, Reason]]:
+        """Try options of the compiler on these: candidates that are better with them, and the others, with a reason."""
+
+        def build(candidate: Candidate) -> Plan:
+            self.say(f"compiling {candidate}")
+            return self._build(candidate)
+
+        kept: dict[Candidate, Plan] = {}
+        rejected: dict[Candidate, Reason] = {}
+        for candidate, plan in fastest:
+            better, others = tune(candidate, plan, build)
+            kept |= better
+            rejected |= {other: Reason(why) for other, why in others.items()}
+        return kept, rejected
 
     def rejected(self) -> Iterator[tuple[Candidate, Reason]]:
         """Every candidate that was not compiled, or does not fit, and why."""
@@ -369,11 +398,14 @@ class SearchRun:
                     return Reason(f"{format_bytes(least)} even if its microbatches divided all temporaries except gradients")
         return None
 
+    def _build(self, candidate: Candidate) -> Plan:
+        return build_plan(Plan, self._placed(candidate), self.alone.program.sample, self.cluster, timeout=self.timeout)
+
     def _compile(self, candidate: Candidate) -> None:
         """Compile a candidate and enqueue those of its family that may be better; or record why it cannot be compiled."""
         self.say(f"compiling {len(self.plans) + 1}: {candidate}")
         try:
-            plan = build_plan(Plan, self._placed(candidate), self.alone.program.sample, self.cluster, timeout=self.timeout)
+            plan = self._build(candidate)
         except SpmdError as error:
             self._refuse(candidate, error)
             return
