@@ -14,12 +14,13 @@ from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
 from spmd.nn.schedule import Schedule
+from spmd.planner.communication_notes import gathered_stacks, small_collectives
 from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
 from spmd.planner.cudnn import cudnn_of
 from spmd.planner.hlo import parse
 from spmd.planner.low_precision import precision_notes
-from spmd.planner.memory import PREALLOCATED, Memory, memory_of
+from spmd.planner.memory import Memory, memory_of, usable_memory
 from spmd.planner.model_flops import LargeProducts, large_products, model_flops, trace_model
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, Wait, timeline_of
@@ -123,6 +124,7 @@ def build_plan(
     notes += [*(_waits(timeline) if overlaps else []), *_rematerialized(timeline)]
     notes += precision_notes(module, placed.products.layers)
     notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
+    notes += [*small_collectives(program, traffic, timeline, cluster), *gathered_stacks(program, traffic, LARGE * memory.peak)]
     if widened:
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
     if unknown := uncounted(module):
@@ -201,6 +203,8 @@ def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Clust
         lines.append(
             f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; traffic and time are those of such a step."
         )
-    if cluster.target.platform == "cuda" and PREALLOCATED * memory.capacity < memory.peak <= memory.capacity:
-        lines.append(f"note: JAX preallocates {PREALLOCATED:.0%} of a GPU's memory; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.")
+    if (usable := usable_memory(cluster.target)) is not None and usable < memory.peak <= memory.capacity:
+        share = math.ceil(100 * memory.peak / memory.capacity) / 100
+        reserved = f"JAX uses {usable / memory.capacity:.0%} of a GPU's memory"
+        lines.append(f"note: {reserved}; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f} or more.")
     return lines

@@ -260,6 +260,11 @@ def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
     return target.achieved.launch + seconds + between / (target.between.bandwidth * target.achieved.link) + far * target.between.latency
 
 
+def latency(transfer: Transfer, cluster: Cluster) -> float:
+    """Seconds of one collective that do not depend on its bytes."""
+    return transfer_time(dataclasses.replace(transfer, arrays=()), cluster)
+
+
 def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Cluster) -> float:
     """Seconds to reduce gradients of `size` bytes on each device in one collective over `group` devices, `per_node` of them on a node."""
     array = Array("uint8", (size if kind == "all_reduce" else size // group,), 8)

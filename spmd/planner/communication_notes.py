@@ -1,0 +1,80 @@
+"""Notes of a plan on communication that a layout can do better, each with a change that removes it."""
+
+import dataclasses
+import math
+
+from spmd.errors import SpmdError
+from spmd.layout.compiler import GPU
+from spmd.layout.gradients import Gradients
+from spmd.layout.resolve import num_shards
+from spmd.planner.target import Cluster
+from spmd.planner.timeline import Timeline, latency
+from spmd.planner.traffic import Traffic, Transfer
+from spmd.specs import keep_axes
+from spmd.train.compiled_step import Program, prepare_program
+from spmd.tree import format_bytes, parse_bytes
+from spmd.wire.reduction import MAX_EXACT_BUCKET
+
+SMALL = 256 * 2**10  # bytes of a collective's operands on each device, below which latency is most of its time
+MANY = 16  # of them in a step
+LOST = 0.01  # of a step: latency that is worth a note
+XLA_THRESHOLD = "30 MiB"  # up to which XLA:GPU merges collectives by default
+KEYS = {"all_gather": "combine_all_gather", "reduce_scatter": "combine_reduce_scatter", "all_reduce": "combine_all_reduce"}
+
+
+def small_collectives(program: Program, traffic: Traffic, timeline: Timeline, cluster: Cluster) -> list[str]:
+    """Many collectives that send little each, where the layout keeps them separate."""
+    declared, notes = program.placed.resolved.layout, []
+    by_fix: dict[str, list[Transfer]] = {}
+    for transfer in traffic.transfers:
+        key = KEYS.get(transfer.kind, "")
+        threshold = getattr(declared.compiler, key, None)
+        if transfer.operand >= SMALL:
+            continue
+        if declared.gradients.compressed and transfer.purpose == "gradients" and declared.gradients.bucket_bytes < MAX_EXACT_BUCKET:
+            by_fix.setdefault(f"[gradients] bucket_bytes = {Gradients.bucket_bytes}", []).append(transfer)
+        elif cluster.target.platform in GPU and threshold is not None and parse_bytes(threshold) < parse_bytes(XLA_THRESHOLD):
+            by_fix.setdefault(f'[compiler] {key} = "{XLA_THRESHOLD}"', []).append(transfer)
+    for fix, transfers in by_fix.items():
+        count = sum(transfer.times for transfer in transfers)
+        lost = sum(transfer.times * latency(transfer, cluster) for transfer in transfers)
+        if count >= MANY and lost >= LOST * timeline.seconds:
+            sent = format_bytes(sum(transfer.times * transfer.sent for transfer in transfers))
+            notes.append(
+                f"note: {count} collectives of less than {format_bytes(SMALL)} send {sent}, and spend {lost * 1e3:.3g} ms on latency "
+                f"({lost / timeline.seconds:.0%} of a step); {fix} merges them."
+            )
+    return notes
+
+
+def gathered_stacks(program: Program, traffic: Traffic, least: float) -> list[str]:
+    """Stacks that are gathered in full before the loop over their layers, `least` bytes or more, where they need not be."""
+    placed, sync = program.placed, program.sync
+    mesh, layout = placed.resolved.mesh, placed.resolved.layout
+    stacks = {}  # by the number of elements on a device, once gathered
+    for path in placed.model.stacks():
+        place = placed.resolved.placements[path]
+        if path not in sync.layerwise and any(keep_axes(place.spec, sync.mesh_axes.data_axes)):
+            stacks[math.prod(place.shape) // num_shards(keep_axes(place.spec, sync.mesh_axes.model_axes), mesh)] = path
+    found = [
+        (array, stacks[math.prod(array.shape)])
+        for transfer in traffic.transfers
+        if transfer.kind == "all_gather" and set(transfer.axes) & set(placed.resolved.data_axes)
+        for array in transfer.arrays
+        if math.prod(array.shape) in stacks
+    ]
+    size = sum(array.bytes for array, _ in found)
+    if not found or size < least:
+        return []
+    changes = {"gather": "layer"} if sync.reduction.manual else {"reduction": "reduce_scatter", "gather": "layer"}
+    try:
+        changed = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, **changes))
+        prepare_program(placed.with_layout(placed.mesh, changed), program.sample)
+    except SpmdError:  # such as a loss that reads the stack elsewhere, too; a note of the step says so
+        return []
+    array, path = max(found, key=lambda pair: pair[0].bytes)
+    fix = ", ".join(f'{key} = "{value}"' for key, value in changes.items())
+    return [
+        f"note: {len(found)} arrays of stacks are gathered in full before the loop over their layers, {format_bytes(size)}, such as "
+        f"{path} as {array}; [gradients] {fix} gathers one layer at a time."
+    ]
