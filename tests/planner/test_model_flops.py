@@ -143,3 +143,35 @@ def test_cudnn_attention_is_planned_without_cudnn():
 
 def test_rows_do_not_change_flops_per_row():
     assert np.isclose(make_plan(accumulate=2).timeline.model_flops, make_plan().timeline.model_flops)
+
+
+FUSION = """HloModule jit_f, is_scheduled=true
+
+%fused (stack: f32[8,4,16], index: s32[], grad: f32[4,16]) -> f32[8,4,16] {
+  %stack = f32[8,4,16]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %grad = f32[4,16]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %view = f32[8,1,64]{2,1,0} bitcast(%stack)
+  %slice = f32[1,1,64]{2,1,0} dynamic-slice(%view, %index, %zero, %zero), dynamic_slice_sizes={1,1,64}
+  %layer = f32[4,16]{1,0} bitcast(%slice)
+  %sum = f32[4,16]{1,0} add(%layer, %grad)
+  %new = f32[1,4,16]{2,1,0} bitcast(%sum)
+  ROOT %updated = f32[8,4,16]{2,1,0} dynamic-update-slice(%stack, %new, %index, %zero, %zero)
+}
+
+ENTRY %main (stack: f32[8,4,16], index: s32[], grad: f32[4,16]) -> f32[8,4,16] {
+  %stack = f32[8,4,16]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %grad = f32[4,16]{1,0} parameter(2)
+  ROOT %fusion = f32[8,4,16]{2,1,0} fusion(%stack, %index, %grad), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_layer_that_is_added_to_in_place_is_read_and_written_and_its_stack_is_not():
+    module = parse(FUSION)
+    fusion = module.computations["main"][-1]
+    layer, index = 4 * 16 * 4, 4
+    assert cost_of(module, "main", fusion).bytes == 3 * layer + index  # the layer, its gradient, and the sum
+    assert cost_of(parse(FUSION.replace("bitcast(%stack)", "negate(%stack)")), "main", fusion).bytes > 8 * layer

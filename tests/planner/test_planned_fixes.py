@@ -64,6 +64,7 @@ def fsdp(**gradients):
 FULL = "gathered in full before the loop"
 
 
+@pytest.mark.system
 def test_stacks_gathered_before_their_loop_are_named_and_the_fix_removes_them():
     (note,) = notes(FULL, fsdp(reduction="reduce_scatter"))
     size = 4 * LAYERS * (2 * WIDTH * 4 * WIDTH + 5 * WIDTH)
