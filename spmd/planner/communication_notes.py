@@ -7,6 +7,7 @@ from spmd.errors import SpmdError
 from spmd.layout.compiler import GPU
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import num_shards
+from spmd.planner.cudnn import cudnn_of
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, latency
 from spmd.planner.traffic import Traffic, Transfer
@@ -47,7 +48,7 @@ def small_collectives(program: Program, traffic: Traffic, timeline: Timeline, cl
     return notes
 
 
-def gathered_stacks(program: Program, traffic: Traffic, least: float) -> list[str]:
+def gathered_stacks(program: Program, traffic: Traffic, cluster: Cluster, least: float) -> list[str]:
     """Stacks that are gathered in full before the loop over their layers, `least` bytes or more, where they need not be."""
     placed, sync = program.placed, program.sync
     mesh, layout = placed.resolved.mesh, placed.resolved.layout
@@ -69,7 +70,8 @@ def gathered_stacks(program: Program, traffic: Traffic, least: float) -> list[st
     changes = {"gather": "layer"} if sync.reduction.manual else {"reduction": "reduce_scatter", "gather": "layer"}
     try:
         changed = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, **changes))
-        prepare_program(placed.with_layout(placed.mesh, changed), program.sample)
+        with cudnn_of(cluster.target):
+            prepare_program(placed.with_layout(placed.mesh, changed), program.sample)
     except SpmdError:  # such as a loss that reads the stack elsewhere, too; a note of the step says so
         return []
     array, path = max(found, key=lambda pair: pair[0].bytes)

@@ -124,7 +124,7 @@ def build_plan(
     notes += [*(_waits(timeline) if overlaps else []), *_rematerialized(timeline)]
     notes += precision_notes(module, placed.products.layers)
     notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
-    notes += [*small_collectives(program, traffic, timeline, cluster), *gathered_stacks(program, traffic, LARGE * memory.peak)]
+    notes += [*small_collectives(program, traffic, timeline, cluster), *gathered_stacks(program, traffic, cluster, LARGE * memory.peak)]
     if widened:
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
     if unknown := uncounted(module):
