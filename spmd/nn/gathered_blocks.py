@@ -33,9 +33,7 @@ class GatheredBlocks(BlockCalls):
       ahead: whether a block gathers the next one's parameters. False: each gathers its own, in any order.
     """
 
-    def __init__(
-        self, gather: Any, groups: tuple[tuple[str, ...], ...], params: Tree, residuals: Mapping[str, Any], *, ahead: bool = True
-    ):
+    def __init__(self, gather: Any, groups: tuple[tuple[str, ...], ...], params: Tree, residuals: Mapping[str, Any], *, ahead: bool = True):
         self._gather, self._residuals, self._ahead, self._groups = gather, residuals, ahead, groups
         self._places = {path: (group, place) for group in groups for place, path in enumerate(group)}
         leaves = flatten(params)

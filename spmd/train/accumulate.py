@@ -81,7 +81,9 @@ def choose_accumulation(placed: PlacedModel, sync: GradientSync) -> tuple[Gradie
     room = f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that state and two layers leave on a device"
     why = "devices do not say how much memory they have" if limit is None else f"in full they {'fit into' if fits else 'exceed'} {room}"
     why = f'[gradients] accumulate = "{declared}"' if declared != "auto" else why
-    what = f"gradients of {len(stacks)} parameters of stacks ({format_bytes(size)})"
+    kinds = {"stacks": sizes.keys() & placed.model.stacks().keys(), "blocks": sync.blocks}
+    of = " and ".join(kind for kind, present in kinds.items() if present)
+    what = f"gradients of {len(sizes)} parameters of {of} ({format_bytes(size)})"
     if declared == "local" or (declared == "auto" and fits):
         return dataclasses.replace(sync, sums_layers=True), [f"{what} are summed over {count} microbatches and reduced once: {why}."]
     return sync, [f"{what} are reduced in each of {count} microbatches: {why}."]

@@ -89,6 +89,9 @@ CASES = {
     "another order": {"net": lambda: Net(order=(2, 0, 1, 3))},
     "a block without influence": {"net": lambda: Detached()},
     "accumulation": {"accumulate": 2},
+    "accumulation of full gradients": {"accumulate": 4, "sums": "local", "mesh": "data=4"},
+    "products in int8": {"precision": (spmd.Precision("blocks/**", "int8"),)},
+    "linen, accumulation of full gradients": {"net": lambda: LinenNet(), "accumulate": 2, "sums": "local"},
     "dropout and accumulation": {"net": lambda: Net(dropout=0.5), "accumulate": 2},
     "batch statistics": {"net": lambda: Net(normed=True)},
     "everything recomputed": {"remat": spmd.Remat("nothing")},
@@ -117,10 +120,12 @@ class Detached(Net):
 def test_blocks_gathered_one_by_one_train_as_on_one_device(case):
     options = {"net": lambda: Net()} | CASES[case]
     rules, remat = options.pop("params", ()), options.pop("remat", None)
-    activations = options.pop("activations", ())
-    layouts = [dataclasses.replace(sharded(gather, params=rules, remat=remat), activations=activations) for gather in ("layer", "full")]
+    declared = {"activations": options.pop("activations", ()), "precision": options.pop("precision", ())}
+    gradients = [{"gather": "layer", "accumulate": options.pop("sums", "auto")}, {"gather": "full"}]
+    layouts = [dataclasses.replace(sharded(params=rules, remat=remat, **given), **declared) for given in gradients]
     layer, full = (trainer_of(layout, **options) for layout in layouts)
-    one = trainer_of("data_parallel", **options | {"mesh": "data=1"})
+    plain = dataclasses.replace(spmd.Layout.load("data_parallel"), precision=declared["precision"])
+    one = trainer_of(plain, **options | {"mesh": "data=1"})
     states = [start(trainer) for trainer in (layer, full, one)]
     path = "layers_1/down/kernel" if "linen" in case else KERNEL
     assert path in gathered_by_layer(layer) and path not in gathered_by_layer(full)
@@ -139,8 +144,9 @@ def start(trainer, steps=3):
 
 
 @pytest.mark.system
-def test_a_lossy_codec_keeps_what_it_loses_of_a_block():
-    check_residual(KERNEL, lambda: Net(), "int8", 2)
+@pytest.mark.parametrize(("accumulate", "mode"), [(1, "auto"), (2, "reduced"), (2, "local")])
+def test_a_lossy_codec_keeps_what_it_loses_of_a_block(accumulate, mode):
+    check_residual(KERNEL, lambda: Net(), "int8", accumulate, mode)
 
 
 @pytest.mark.system
