@@ -33,7 +33,8 @@ from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.step import train_step
 from spmd.tree import map_paths
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples"), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt
 import reported
 from flax import nnx
