@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Var
 
 ONE_CALL = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")  # of an inner jaxpr
 
@@ -55,3 +56,59 @@ def uses(jaxpr: Any, inputs: Sequence[int], name: str) -> list[list[str]]:
         if not hasattr(v, "val") and v in owner:
             found[owner[v]].append("output")
     return found
+
+
+def inlined(jaxpr: Any, most: int) -> tuple[list[Any], dict[Any, Any]]:
+    """The equations of a jaxpr, those of inner jits of at most `most` equations in place of their calls, and what its outputs are now.
+
+    Names of scopes are kept. A jit with effects, or with shardings, is left as it is.
+    """
+    found: list[Any] = []
+
+    def visit(jaxpr: Any, known: dict[Any, Any], around: Any) -> None:
+        for equation in jaxpr.eqns:
+            inputs = [x if hasattr(x, "val") else known.get(x, x) for x in equation.invars]
+            inner = equation.params.get("jaxpr")
+            if equation.primitive.name in ("jit", "pjit") and not equation.effects and _is_small(inner, most) and _is_plain(equation):
+                names = dict(zip(inner.jaxpr.invars, inputs, strict=True))
+                visit(inner.jaxpr, names, _source(equation, around))
+                known.update(
+                    (outer, x if hasattr(x, "val") else names.get(x, x))
+                    for outer, x in zip(equation.outvars, inner.jaxpr.outvars, strict=True)
+                )
+                continue
+            outputs = equation.outvars
+            if around is not None:  # a jit may be called twice: each call has variables of its own
+                outputs = [Var(x.aval) for x in outputs]
+                known.update(zip(equation.outvars, outputs, strict=True))
+            found.append(equation.replace(invars=inputs, outvars=outputs, source_info=_source(equation, around)))
+
+    known: dict[Any, Any] = {}
+    visit(jaxpr, known, None)
+    return found, known
+
+
+def _source(equation: Any, around: Any) -> Any:
+    """The source of an equation inside a call from `around`."""
+    source = equation.source_info
+    return source if around is None else source.replace(name_stack=around.name_stack + source.name_stack)
+
+
+def _is_small(closed: Any, most: int) -> bool:
+    return not closed.consts and sum(1 for _ in equations(closed.jaxpr)) <= most
+
+
+def _is_plain(equation: Any) -> bool:
+    """Whether a jit says nothing but its function."""
+    places = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    return all(type(place).__name__ == "UnspecifiedValue" for place in places) and not any(equation.params.get("donated_invars", ()))
+
+
+def without_unused(found: list[Any], outputs: Iterable[Any]) -> list[Any]:
+    """The equations that have effects, or that the outputs need."""
+    needed, kept = {x for x in outputs if not hasattr(x, "val")}, []
+    for equation in reversed(found):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            needed.update(x for x in equation.invars if not hasattr(x, "val"))
+            kept.append(equation)
+    return kept[::-1]

@@ -1,5 +1,6 @@
 """Attention for models whose sequences a layout may shard, by the implementation that the layout or the platform chooses."""
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 from spmd.errors import DataError, LayoutError, OptionError, did_you_mean
 from spmd.layout.fixes import near_multiples
 from spmd.layout.schema import IMPLEMENTATIONS
-from spmd.nn.attention_kernels import KERNELS, Attend, choose
+from spmd.nn.attention_kernels import AS_WRITTEN, KERNELS, Attend, choose
 from spmd.nn.constraints import manual_axes
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
@@ -105,7 +106,8 @@ def attend(call: Attend, implementation: str | None = None) -> jax.Array:
     if wanted != "xla":
         declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
         parallel.notes[f"{'note: ' if reasons else ''}attention of {local.call}: {name}{declined}."] = None
-    return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
+    with jax.named_scope(AS_WRITTEN) if name == "xla" else contextlib.nullcontext():
+        return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
 
 
 def _cannot(wanted: str, why: str, by_layout: bool, other: str) -> OptionError | LayoutError:

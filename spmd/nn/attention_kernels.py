@@ -17,6 +17,7 @@ from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_atte
 from spmd.tree import describe
 
 SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
+AS_WRITTEN = "attention_as_written"  # a scope in which `spmd.nn.written_attention` replaces nothing
 dot_product_attention = jax.nn.dot_product_attention  # as JAX has it: the name may stand for another function while a model is traced
 
 

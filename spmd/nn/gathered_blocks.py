@@ -19,6 +19,7 @@ from spmd.errors import ModelError
 from spmd.models.blocks import BlockCalls, RunBlock
 from spmd.nn.gathered_scan import Saved, complete, differentiable, together
 from spmd.nn.stacking import gathered_policy, recomputed_by_caller
+from spmd.nn.written_attention import fuse_attention
 from spmd.tree import Tree, flatten
 
 
@@ -69,7 +70,7 @@ class GatheredBlocks(BlockCalls):
         full = jax.eval_shape(gather, shards)
         inputs = rest, others
         # what the call closes over, its inputs, become arguments: the backward pass is traced elsewhere
-        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(full, inputs)
+        jaxpr, shapes = jax.make_jaxpr(fuse_attention(run), return_shape=True)(full, inputs)
 
         def call(full: Tree, others: tuple, constants: list[Any]) -> tuple[Tree, Tree]:
             outputs = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, constants))(*jax.tree.leaves((full, others)))

@@ -1,6 +1,7 @@
 """A stack of equal layers: a scan over them on one device, a pipeline along a mesh axis where the layout says so."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from spmd.nn.parallel_context import ParallelConfig, current, row_spec
 from spmd.nn.pipeline_executor import from_last_stage, run_schedule
 from spmd.nn.schedule import make_schedule
 from spmd.nn.stacking import Layers, Repeated, run_layers, scan_layers, stack_modules, unstack_module
+from spmd.nn.written_attention import fuse_attention
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
 from spmd.wire import collectives
@@ -65,10 +67,14 @@ class LayerStack(nnx.Module):
         leaves, structure = jax.tree.flatten(shared, is_leaf=lambda leaf: leaf is None)
         arrays = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
 
-        def call(x: Tree, inputs: tuple, variables: tuple, change: Callable[[Any], Any]) -> tuple[Any, Tree]:
+        def call_layer(x: Tree, inputs: tuple, variables: tuple, change: Callable[[Any], Any]) -> tuple[Any, Tree]:
             rows, arrays = inputs
             shared = structure.unflatten([arrays.get(number, leaf) for number, leaf in enumerate(leaves)])
             return layers.call(lambda layer: layer(x, *rows, **shared), variables, change)
+
+        def call(x: Tree, inputs: tuple, variables: tuple, change: Callable[[Any], Any]) -> tuple[Any, Tree]:
+            # of one layer: once it is part of a pipeline or of a scan that gathers, its program cannot be changed any more
+            return fuse_attention(functools.partial(call_layer, change=change))(x, inputs, variables)
 
         if parallel.tap is not None:
             return parallel.tap(parallel, layers, call, x, (rows, arrays))

@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from spmd.nn.schedule import Schedule
 from spmd.specs import spec_axes
 from spmd.xla import shard_map
 
-ATTENTIONS = "spmd.nn.attention, jax.nn.dot_product_attention, or flax's attention"
+ATTENTIONS = "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or one that is written out as the docs say"
 MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
 
 
@@ -63,8 +63,11 @@ class ParallelConfig:
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
     notes: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
-    def check_used(self, source: str) -> None:
+    def check_used(self, source: str, notes: Iterable[str] = ()) -> None:
         """Check, once the loss was traced, that it uses every axis that the layout `source` names for a part of the model.
+
+        Args:
+          notes: what was said while it was traced, such as why attention is left as it is.
 
         Raises:
           LayoutError: the devices of an axis would all do the same work.
@@ -77,7 +80,8 @@ class ParallelConfig:
                 why = f'[{table}] axis = "{axis}", but the loss never calls {function}, so nothing is sharded over "{axis}".'
                 raise LayoutError(f"{source}: {why}", fix=f"{function} in the model, or a layout without [{table}].")
         if self.attention is not None and "attention" not in self.used:
-            why = f'{source}: [attention] implementation = "{self.attention}", but the loss calls no attention that it applies to.'
+            why = f'{source}: [attention] implementation = "{self.attention}", but the loss has no attention that it applies to.'
+            why += "".join(f"\n    {note.removeprefix('note: ')}" for note in notes if note.startswith("note: attention in "))
             raise LayoutError(why, fix=f"{ATTENTIONS} in the model, or a layout without [attention].")
 
     def axis_size(self, axis: str | None) -> int:

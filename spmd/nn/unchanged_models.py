@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from spmd.nn.attention import attend
-from spmd.nn.attention_kernels import Attend
+from spmd.nn.attention_kernels import AS_WRITTEN, Attend
 from spmd.nn.parallel_context import current
 from spmd.nn.scoring import ScoreArrays, Scoring, with_dropout
 
@@ -94,7 +94,8 @@ def _as_written(name: str, why: str, original: Callable[..., Any], args: tuple, 
     parallel.used.add("attention")
     if why:
         parallel.notes[f"note: {NAMES[name]} is computed as it is written, with all scores: {why}."] = None
-    return original(*args, **kwargs)
+    with jax.named_scope(AS_WRITTEN):
+        return original(*args, **kwargs)
 
 
 def _arguments(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from spmd.models.base import Call, Variables
 from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
+from spmd.nn.written_attention import fuse_attention
 from spmd.specs import Spec, pspec
 from spmd.sync.layer_gather import LayerReplicate, block_trace, choose_layerwise
 from spmd.sync.parameter_sync import gather_outside
@@ -72,7 +73,7 @@ class Program:
         # what in a batch makes the loss NaN, as the end of a sentence
         self.nan_causes = nan_causes(self._train_objective.loss, self._train_objective.outputs)
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
-        placed.parallel.check_used(placed.resolved.layout.source)
+        placed.parallel.check_used(placed.resolved.layout.source, chosen)
         check_pipeline(placed)
         placed.exchange.check_rounding()
         if placed.exchange.reduction.manual and not (placed.exchange.asynchronous or placed.exchange.local):
@@ -291,13 +292,19 @@ class Program:
         return self.placed.model.bind(variables, call)
 
     def _evaluate(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
+        def forward(*variables: Tree) -> tuple:
+            return self._eval_objective(self._bind_model(*variables), batch, jax.random.key(0))
+
         with parallel_scope(self._outside):
-            value, extra = self._eval_objective(self._bind_model(params, stats, rngs), batch, jax.random.key(0))
+            value, extra = fuse_attention(forward)(params, stats, rngs)
         return pack(self._eval_objective.sums(value, extra, weights), self.eval_names)
 
     def _predict(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
+        def forward(*variables: Tree) -> Tree:
+            return self._bind_model(*variables)(inputs)
+
         with parallel_scope(self._outside):
-            return self._bind_model(params, stats, rngs)(inputs)
+            return fuse_attention(forward)(params, stats, rngs)
 
     @property
     def arguments(self) -> tuple[State, Tree, jax.ShapeDtypeStruct, Tree]:

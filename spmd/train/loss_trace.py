@@ -10,6 +10,7 @@ from spmd.models.base import Call, Variables
 from spmd.models.blocks import BlockTrace
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
+from spmd.nn.written_attention import fuse_attention
 from spmd.train.activations import Seen
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective, naming_in_trace
@@ -41,15 +42,18 @@ def trace_objective(
     parallel = dataclasses.replace(placed.parallel, row_splits=row_splits, schedules={} if schedules is None else schedules)
     parallel = dataclasses.replace(parallel, notes={} if notes is None else notes)
 
-    def run(variables: Variables, batch: Tree, key: Any) -> tuple:
+    def forward(variables: Variables, batch: Tree, key: Any) -> tuple:
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
         remat = module_policies(placed.resolved.layout.remat) if training else ()
+        call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen, products=placed.products)
+        if blocks is not None:
+            call = dataclasses.replace(call, blocks=blocks)
+            blocks.begin()
+        return objective(placed.model.bind(variables, call), batch, key)
+
+    def run(variables: Variables, batch: Tree, key: Any) -> tuple:
         with parallel_scope(parallel):
-            call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen, products=placed.products)
-            if blocks is not None:
-                call = dataclasses.replace(call, blocks=blocks)
-                blocks.begin()
-            return objective(placed.model.bind(variables, call), batch, key)
+            return fuse_attention(forward)(variables, batch, key)
 
     variables = abstract(placed.abstract_state.variables)
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)

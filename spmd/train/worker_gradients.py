@@ -18,6 +18,7 @@ from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
+from spmd.nn.written_attention import fuse_attention
 from spmd.rng import part_key, worker_key
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.layer_gather import LayerGather
@@ -229,17 +230,26 @@ class WorkerGradients:
         model_key, loss_key = jax.random.split(key)
         activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
         gather = LayerGather(self.sync, self.dtype, remat, only_sums=only_sums) if self.sync.layerwise else None
-        blocks = None
-        if gather is not None and self.sync.blocks:
-            blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, params, layers)
-        call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
-        with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=layers)):
+        parallel = dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=layers)
+
+        def forward(params: Tree, layers: Memory, batch: Tree) -> tuple[Any, ...]:
+            blocks = None
+            if gather is not None and self.sync.blocks:
+                blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, params, layers)
+            call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
             bound = self.model.bind(Variables(params, stats, rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
+            last = None if blocks is None else blocks.finish()
+            return value, extra, self.model.get_stats(bound), last, parallel.tap and parallel.tap.seen
+
+        with parallel_scope(parallel):
+            value, extra, after, last, seen = fuse_attention(forward)(params, layers, batch)
+        if parallel.tap is not None:
+            parallel.tap.seen = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
-        value = sums[LOSS][0] if blocks is None else sums[LOSS][0] + blocks.finish()
-        return value, (sums, cast_like(self.model.get_stats(bound), stats))
+        value = sums[LOSS][0] if last is None else sums[LOSS][0] + last
+        return value, (sums, cast_like(after, stats))
 
     def _localizer(self, worker: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """From a dropout key that is the same on all workers to that of `worker`, which has this many rows."""

@@ -1,0 +1,199 @@
+"""Attention that a model writes out, two products and a softmax between them, goes to the implementation of the layout's `[attention]`.
+
+The pattern is looked for in the traced program, as a compiler does it: inductor of PyTorch has a list of programs
+(`torch/_inductor/fx_passes/fuse_attention.py`); here one reading of the operations between the products covers their combinations.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from spmd.jaxpr import inlined, inner_jaxprs, without_unused
+from spmd.nn.attention import attend
+from spmd.nn.attention_kernels import Attend
+from spmd.nn.chunked_attention import ScoreArrays, Scoring
+from spmd.nn.parallel_context import current
+from spmd.nn.traced_values import Values
+from spmd.nn.written_dims import arrange, wide
+from spmd.nn.written_scores import Found, find
+
+SMALL = 32  # equations: functions of jax.numpy are jits of so many at most, and a pattern may begin in one and end outside
+
+
+def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pure function of arrays, with the attention that it writes out replaced, if the layout that is in force has `[attention]`.
+
+    Example:
+      >>> double = fuse_attention(lambda x: 2 * x)
+      >>> double(jnp.ones(2))  # without [attention], the function itself
+      Array([2., 2.], dtype=float32)
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if current().attention in (None, "xla"):
+            return function(*args)
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = jaxpr_as_fun(closed.replace(jaxpr=_rewritten(closed)))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
+
+def _rewritten(closed: Any) -> Any:
+    """The jaxpr of a closed one with its attention replaced; notes say what was and what was not."""
+    places: dict[str, list[str]] = {}
+    jaxpr = _Program(closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), {}, places).rewritten()
+    for text, where in places.items():
+        named = list(dict.fromkeys(where))
+        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
+        current().notes[f"note: attention in {', '.join(named[:2])}{more} {text}."] = None
+    return jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A jaxpr in which attention is replaced.
+
+    Attributes:
+      constants: what its constants are.
+      outer: as in `Values`.
+      places: takes, by what there is to say, the places in the model.
+    """
+
+    jaxpr: Any
+    constants: Mapping[Any, Any]
+    outer: Mapping[Any, tuple[Values, Any]]
+    places: dict[str, list[str]]
+
+    def rewritten(self) -> Any:
+        """The jaxpr, or the same one if nothing is replaced."""
+        jaxpr = self.jaxpr
+        found, known = inlined(jaxpr, SMALL)
+        outputs = [x if hasattr(x, "val") else known.get(x, x) for x in jaxpr.outvars]
+        known_constants = {v: x for v, x in self.constants.items() if not isinstance(x, jax.core.Tracer)}
+        computed = {x: equation for equation in found for x in equation.outvars}
+        values = Values(computed, frozenset([*jaxpr.invars, *jaxpr.constvars]), known_constants, self.outer)
+        changed = [self._inside(equation, values) for equation in found]
+        fused = any(new is not old for new, old in zip(changed, found, strict=True))
+        for attention in find(found, values):
+            new = None if attention.why else _replaced(attention, changed, outputs)
+            if isinstance(new, list):
+                changed, fused = new, True
+                self._note(attention, "is written out, and is replaced")
+            elif attention.why != "":
+                self._note(attention, f"is computed as it is written, with all scores: {attention.why or new}")
+        if not fused:
+            return jaxpr
+        return jaxpr.replace(eqns=without_unused(changed, outputs), outvars=outputs)
+
+    def _note(self, attention: Found, text: str) -> None:
+        self.places.setdefault(text, []).append(_place(attention.weighted))
+
+    def _inside(self, equation: Any, values: Values) -> Any:
+        """An equation with attention replaced in the jaxprs that it runs."""
+        name, params = equation.primitive.name, dict(equation.params)
+        steady = _steady(name, params, equation.invars)
+        if steady is None:
+            if name.startswith("custom_"):
+                self._look_into(equation)
+            return equation
+        for key, value in params.items():
+            parts = value if isinstance(value, tuple) else (value,)
+            if parts and all(hasattr(part, "jaxpr") or hasattr(part, "eqns") for part in parts):
+                new = tuple(self._inner(part, steady.get(key, steady.get("")), values) for part in parts)
+                if any(part is not old for part, old in zip(new, parts, strict=True)):
+                    params[key] = new if isinstance(value, tuple) else new[0]
+        changed = any(params[key] is not value for key, value in equation.params.items())
+        return equation.replace(params=params) if changed else equation
+
+    def _inner(self, part: Any, inputs: Any, values: Values) -> Any:
+        """A jaxpr, or a closed one, of an equation; `inputs`: what its first inputs always are."""
+        jaxpr, consts = (part.jaxpr, part.consts) if hasattr(part, "jaxpr") else (part, ())
+        outer = {x: (values, atom) for x, atom in zip(jaxpr.invars, inputs or (), strict=False)}
+        new = _Program(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), outer, self.places).rewritten()
+        return part if new is jaxpr else part.replace(jaxpr=new) if hasattr(part, "jaxpr") else new
+
+    def _look_into(self, equation: Any) -> None:
+        """Say so of attention in a function that has a gradient of its own."""
+        for jaxpr in inner_jaxprs(equation):
+            found, _ = inlined(jaxpr, SMALL)
+            values = Values({x: e for e in found for x in e.outvars}, frozenset([*jaxpr.invars, *jaxpr.constvars]))
+            for attention in find(found, values):
+                if attention.why != "":
+                    self._note(attention, "is computed as it is written, with all scores: it is in a function with a gradient of its own")
+
+
+def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str, list[Any]] | None:
+    """By name of a parameter that is a jaxpr ("": any): what its first inputs are in every call. None: no such equation."""
+    if name == "scan":
+        return {"": inputs[: params["num_consts"]]}
+    if name == "while":
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        return {"cond_jaxpr": inputs[:first], "body_jaxpr": inputs[first : first + second]}
+    if name == "cond":
+        return {"": inputs[1:]}
+    return {"": inputs} if name in ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call") else None
+
+
+def _place(equation: Any) -> str:
+    """Where in the model an equation is."""
+    scopes = str(equation.source_info.name_stack).split("/")
+    return "/".join(scope for scope in scopes if scope and "->" not in scope) or "the model"  # einsum names its scope for its formula
+
+
+def _replaced(found: Found, equations: list[Any], outputs: Iterable[Any]) -> list[Any] | str:
+    """The equations with one in place of an attention; or why it cannot be replaced."""
+    inputs, function = _call(found)
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
+    without = [equation for equation in equations if equation is not found.weighted]
+    kept = {id(equation) for equation in without_unused(without, [*outputs, *inputs])}
+    if id(found.softmax) in kept:
+        return "its weights are used elsewhere"
+    if id(found.product) in kept:
+        return "its scores are used elsewhere"
+    [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
+    equation = equation.replace(invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info)
+    return [equation if old is found.weighted else old for old in equations]
+
+
+def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
+    """The values that an attention needs, and a function of them."""
+    dims, sizes, dtype = found.dims, found.sizes, found.dtype
+    heads, aval = (*dims.groups, *dims.shared), found.weighted.outvars[0].aval
+    query, key, value = found.operands()
+    parts = [(part.view, part.dims) for part in (*found.masks, *found.biases)]
+    inputs = [query.atom, key.atom, value.atom, *(view.atom for view, _ in parts)]
+    window = (found.before, found.after if found.after else None)
+    scoring = Scoring(found.scale, found.after == 0, window, found.cap, precision=found.precision)
+    full = (dims.rows, heads, dims.queries, dims.keys)
+
+    def attention(query_: jax.Array, key_: jax.Array, value_: jax.Array, *others: jax.Array) -> jax.Array:
+        by_query = arrange(query_.astype(dtype), query.dims, sizes, (dims.rows, dims.queries, heads, dims.size))
+        by_key = arrange(key_.astype(dtype), key.dims, sizes, (dims.rows, dims.keys, dims.groups, dims.size))
+        values = arrange(value_.astype(dtype), value.dims, sizes, (dims.rows, dims.keys, dims.groups, dims.width))
+        masks, biases = others[: len(found.masks)], others[len(found.masks) :]
+        mask = key_mask = bias = None
+        for part, x in zip(found.masks, masks, strict=True):
+            x = x if x.dtype == bool else x != jnp.zeros((), x.dtype)
+            seen = arrange(~x if part.view.negated else x, part.kept(sizes), sizes, full)
+            if seen.shape[1:3] == (1, 1):
+                seen = jnp.broadcast_to(seen[:, 0, 0], by_key.shape[:2])
+                key_mask = seen if key_mask is None else key_mask & seen
+            else:
+                mask = seen if mask is None else mask & seen
+        for part, x in zip(found.biases, biases, strict=True):
+            more = arrange(x, part.kept(sizes), sizes, full).astype(jnp.promote_types(x.dtype, jnp.float32)) * part.factor
+            bias = more if bias is None else bias + more
+        out = attend(Attend(scoring, by_query, by_key, values, ScoreArrays(mask, bias, key_mask)))
+        order = wide((*dims.rows, *dims.queries, *heads, *dims.width), sizes)
+        out = out.reshape([sizes[role] for role in order])
+        out = jnp.transpose(out, [order.index(role) for role in wide(found.result, sizes)])
+        return out.reshape(aval.shape).astype(aval.dtype)
+
+    return inputs, attention
