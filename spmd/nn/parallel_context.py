@@ -21,7 +21,7 @@ from spmd.nn.schedule import Schedule
 from spmd.specs import spec_axes
 from spmd.xla import shard_map
 
-ATTENTIONS = "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or one that is written out as the docs say"
+ATTENTIONS = "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or two products and a softmax in a form that is recognised"
 MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
 
 
@@ -82,7 +82,7 @@ class ParallelConfig:
         if self.attention is not None and "attention" not in self.used:
             why = f'{source}: [attention] implementation = "{self.attention}", but the loss has no attention that it applies to.'
             why += "".join(f"\n    {note.removeprefix('note: ')}" for note in notes if note.startswith("note: attention in "))
-            raise LayoutError(why, fix=f"{ATTENTIONS} in the model, or a layout without [attention].")
+            raise LayoutError(why, fix=f"a model with {ATTENTIONS}; or a layout without [attention].")
 
     def axis_size(self, axis: str | None) -> int:
         """The number of devices along a mesh axis; 1 for None."""

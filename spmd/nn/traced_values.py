@@ -150,13 +150,13 @@ class Values:
 
     def seen(self, atom: Any, dims: Dims, negated: bool = False) -> list[View | Band]:
         """A mask as a conjunction of others, with what is known of each."""
-        whole = [View(atom, dims, negated)]
+        opaque: list[View | Band] = [View(atom, dims, negated)]
         parts = self._parts(atom, dims, negated)
         if parts is None:
-            return whole
+            return opaque
         bands = [part for part in parts if isinstance(part, Band)]
         inside = all(part.atom in self.equations or part.atom in self.inputs for part in parts if isinstance(part, View))
-        return parts if inside else [*bands, *whole]
+        return parts if inside else [*bands, *opaque]
 
     def _parts(self, atom: Any, dims: Dims, negated: bool) -> list[View | Band] | None:
         """The parts of `seen`; None: nothing is known."""
@@ -176,6 +176,12 @@ class Values:
             return self._all(*((x, dims, negated) for x in inputs))
         if name in ("ne", "gt", "eq") and self.scalar(inputs[1]) == 0 and (name == "ne" or self._is_indicator(inputs[0])):
             return self._parts(inputs[0], dims, negated is not (name == "eq"))
+        if name == "slice":
+            parts = self._parts(inputs[0], dims, negated) or ()
+            bands = [part for part in parts if isinstance(part, Band)]
+            if parts and len(bands) == len(parts) and not equation.params["strides"]:
+                starts = [0 if dim is None else equation.params["start_indices"][dim] for dim in dims]
+                return [Band(band.plus, band.minus, band.more + starts[band.plus] - starts[band.minus]) for band in bands]
         if name in _ORDER:
             band = self._band(name, inputs, dims, negated)
             return [View(atom, dims, negated)] if band is None else band

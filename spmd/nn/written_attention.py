@@ -6,13 +6,17 @@ The pattern is looked for in the traced program, as a compiler does it: inductor
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
+from spmd.errors import DataError, OptionError
 from spmd.jaxpr import inlined, inner_jaxprs, without_unused
 from spmd.nn.attention import attend
 from spmd.nn.attention_kernels import Attend
@@ -22,6 +26,7 @@ from spmd.nn.traced_values import Values
 from spmd.nn.written_dims import arrange, wide
 from spmd.nn.written_scores import Found, find
 
+REPLACED = "is written out, and is replaced"
 SMALL = 32  # equations: functions of jax.numpy are jits of so many at most, and a pattern may begin in one and end outside
 
 
@@ -52,7 +57,8 @@ def _rewritten(closed: Any) -> Any:
     for text, where in places.items():
         named = list(dict.fromkeys(where))
         more = f" and {len(named) - 2} more" if len(named) > 2 else ""
-        current().notes[f"note: attention in {', '.join(named[:2])}{more} {text}."] = None
+        prefix = "" if text == REPLACED else "note: "
+        current().notes[f"{prefix}attention in {', '.join(named[:2])}{more} {text}."] = None
     return jaxpr
 
 
@@ -63,29 +69,31 @@ class _Program:
     Attributes:
       constants: what its constants are.
       outer: as in `Values`.
-      places: takes, by what there is to say, the places in the model.
+      places: takes where in the model attention is, by what a note says of it.
+      scopes: those around it.
     """
 
     jaxpr: Any
     constants: Mapping[Any, Any]
     outer: Mapping[Any, tuple[Values, Any]]
     places: dict[str, list[str]]
+    scopes: str = ""
 
     def rewritten(self) -> Any:
         """The jaxpr, or the same one if nothing is replaced."""
         jaxpr = self.jaxpr
         found, known = inlined(jaxpr, SMALL)
         outputs = [x if hasattr(x, "val") else known.get(x, x) for x in jaxpr.outvars]
-        known_constants = {v: x for v, x in self.constants.items() if not isinstance(x, jax.core.Tracer)}
+        constants = {v: x for v, x in self.constants.items() if _is_known(x)}
         computed = {x: equation for equation in found for x in equation.outvars}
-        values = Values(computed, frozenset([*jaxpr.invars, *jaxpr.constvars]), known_constants, self.outer)
+        values = Values(computed, frozenset([*jaxpr.invars, *jaxpr.constvars]), constants, self.outer)
         changed = [self._inside(equation, values) for equation in found]
         fused = any(new is not old for new, old in zip(changed, found, strict=True))
         for attention in find(found, values):
             new = None if attention.why else _replaced(attention, changed, outputs)
             if isinstance(new, list):
                 changed, fused = new, True
-                self._note(attention, "is written out, and is replaced")
+                self._note(attention, REPLACED)
             elif attention.why != "":
                 self._note(attention, f"is computed as it is written, with all scores: {attention.why or new}")
         if not fused:
@@ -93,7 +101,12 @@ class _Program:
         return jaxpr.replace(eqns=without_unused(changed, outputs), outvars=outputs)
 
     def _note(self, attention: Found, text: str) -> None:
-        self.places.setdefault(text, []).append(_place(attention.weighted))
+        scopes = re.sub(r"\w+\(|\)", "", self._scopes(attention.weighted)).split("/")  # of transformations, which a name is put into
+        place = "/".join(scope for scope in scopes if scope and "->" not in scope)  # einsum names a scope for its formula
+        self.places.setdefault(text, []).append(place or "the model")
+
+    def _scopes(self, equation: Any) -> str:
+        return f"{self.scopes}/{equation.source_info.name_stack}"
 
     def _inside(self, equation: Any, values: Values) -> Any:
         """An equation with attention replaced in the jaxprs that it runs."""
@@ -106,17 +119,18 @@ class _Program:
         for key, value in params.items():
             parts = value if isinstance(value, tuple) else (value,)
             if parts and all(hasattr(part, "jaxpr") or hasattr(part, "eqns") for part in parts):
-                new = tuple(self._inner(part, steady.get(key, steady.get("")), values) for part in parts)
+                inputs = steady.get(key, steady.get("")) or []
+                new = tuple(self._inner(part, inputs, values, self._scopes(equation)) for part in parts)
                 if any(part is not old for part, old in zip(new, parts, strict=True)):
                     params[key] = new if isinstance(value, tuple) else new[0]
         changed = any(params[key] is not value for key, value in equation.params.items())
         return equation.replace(params=params) if changed else equation
 
-    def _inner(self, part: Any, inputs: Any, values: Values) -> Any:
+    def _inner(self, part: Any, inputs: list[Any], values: Values, scopes: str) -> Any:
         """A jaxpr, or a closed one, of an equation; `inputs`: what its first inputs always are."""
         jaxpr, consts = (part.jaxpr, part.consts) if hasattr(part, "jaxpr") else (part, ())
-        outer = {x: (values, atom) for x, atom in zip(jaxpr.invars, inputs or (), strict=False)}
-        new = _Program(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), outer, self.places).rewritten()
+        outer = {x: (values, atom) for x, atom in zip(jaxpr.invars, inputs, strict=False)}
+        new = _Program(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), outer, self.places, scopes).rewritten()
         return part if new is jaxpr else part.replace(jaxpr=new) if hasattr(part, "jaxpr") else new
 
     def _look_into(self, equation: Any) -> None:
@@ -127,6 +141,14 @@ class _Program:
             for attention in find(found, values):
                 if attention.why != "":
                     self._note(attention, "is computed as it is written, with all scores: it is in a function with a gradient of its own")
+
+
+def _is_known(constant: Any) -> bool:
+    """Whether a constant of a program has numbers that can be looked at."""
+    if isinstance(constant, jax.Array):
+        is_key = jnp.issubdtype(constant.dtype, jax.dtypes.extended)
+        return not isinstance(constant, Tracer) and constant.is_fully_addressable and not is_key
+    return isinstance(constant, np.ndarray | np.generic)
 
 
 def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str, list[Any]] | None:
@@ -141,12 +163,6 @@ def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str
     return {"": inputs} if name in ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call") else None
 
 
-def _place(equation: Any) -> str:
-    """Where in the model an equation is."""
-    scopes = str(equation.source_info.name_stack).split("/")
-    return "/".join(scope for scope in scopes if scope and "->" not in scope) or "the model"  # einsum names its scope for its formula
-
-
 def _replaced(found: Found, equations: list[Any], outputs: Iterable[Any]) -> list[Any] | str:
     """The equations with one in place of an attention; or why it cannot be replaced."""
     inputs, function = _call(found)
@@ -157,7 +173,12 @@ def _replaced(found: Found, equations: list[Any], outputs: Iterable[Any]) -> lis
         return "its weights are used elsewhere"
     if id(found.product) in kept:
         return "its scores are used elsewhere"
-    [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
+    try:
+        [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
+    except (OptionError, DataError) as error:
+        if current().axis_size(current().sequence.axis) == 1:
+            raise
+        return str(error).partition("\n")[0].removesuffix(".")  # the ring does not take all that a model may write
     equation = equation.replace(invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info)
     return [equation if old is found.weighted else old for old in equations]
 

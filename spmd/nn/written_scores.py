@@ -140,7 +140,7 @@ class Found:
         if self.why is None:
             self._bound()
         if self.why is None and self.hidden > MASKED:
-            self._not(f"its mask sets scores to {self.hidden:g}, which is not below {MASKED:g}")
+            self._not(f"its mask sets scores to {self.hidden:g}, above {MASKED:g}")
         if self.cap is not None:
             self.scale *= self.cap
             self._not(None if self.cap > 0 else f"its soft cap is {self.cap:g}")
@@ -213,7 +213,7 @@ class Found:
             name = equation.primitive.name
             moved = _moved_roles(equation, dims, self.sizes)
             if moved is None and not (name == "convert_element_type" or name == "copy"):
-                self._not(f"its weights go through {name}" if name != "reshape" else "a reshape splits a dim of its weights")
+                self._not(f"{name} is between its softmax and the values" if name != "reshape" else "a reshape splits a dim of its weights")
                 return
             dims, weights = moved or dims, equation.outvars[0]
         sides = self._sides(self.weighted)
@@ -226,7 +226,7 @@ class Found:
         self.sizes |= {free + place: value.aval.shape[dim] for place, dim in enumerate(width)}
         self.dims.width = tuple(range(free, free + len(width)))
         if [role for dim in contracted for role in dims[dim]] != list(self.dims.keys):
-            self._not("its weights are not summed over the keys")
+            self._not("its softmax is over another dim than the sum of its weights")
         batches = sorted(role for dim in batch for role in dims[dim])
         if batches != sorted(wide((*self.dims.rows, *self.dims.groups), self.sizes)):
             self._not("its values have other heads than its keys")
