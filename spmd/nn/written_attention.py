@@ -20,7 +20,7 @@ from spmd.errors import DataError, OptionError
 from spmd.jaxpr import inlined, inner_jaxprs, without_unused
 from spmd.nn.attention import attend
 from spmd.nn.attention_kernels import Attend
-from spmd.nn.chunked_attention import ScoreArrays, Scoring
+from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.nn.parallel_context import current
 from spmd.nn.traced_values import Values
 from spmd.nn.written_dims import arrange, wide

@@ -1,6 +1,7 @@
 """Attention that a model writes out is computed in tiles under `[attention]`: equal numbers, and no array of all scores."""
 
 import dataclasses
+import importlib.util
 import math
 
 import jax
@@ -395,6 +396,35 @@ def test_training_equals_that_without_the_table(model, layout, mesh, options, mo
     assert any((a != b).any() for a, b in zip(ours_after, plain_after, strict=True)), "the arms differ"
     names = "attn, 0/attn" if model is Unrolled else "layers/attn"
     assert f"attention in {names} is written out, and is replaced." in trainer.notes()
+
+
+class Causal(nnx.Module):
+    """Attention in the simplest form that has a causal mask."""
+
+    def __init__(self):
+        self.all, self.out = nnx.Linear(256, 768, rngs=nnx.Rngs(0)), nnx.Linear(256, 4, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        q, k, v = (part.reshape(*x.shape[:2], 4, 64).swapaxes(1, 2) for part in jnp.split(self.all(x), 3, axis=-1))
+        s = jnp.where(jnp.tril(jnp.ones((x.shape[1],) * 2, bool)), q @ k.swapaxes(-1, -2) / 8, -jnp.inf)
+        return self.out((jax.nn.softmax(s) @ v).swapaxes(1, 2).reshape(x.shape).mean(axis=1))
+
+
+@pytest.mark.system
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="XLA's compiler for GPUs: pip install '.[gpu-compiler]'")
+def test_a_plan_for_gpus_has_no_array_of_all_scores():
+    """cuDNN's attention, planned without a GPU."""
+    batch = np.zeros((8, 1024, 256), np.float32), np.zeros(8, np.int32)
+    peaks = {}
+    for name in (None, "auto"):
+        layout = dataclasses.replace(spmd.Layout.load("fsdp"), attention=spmd.Attention(name))
+        options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "precision": "bfloat16"}
+        plan = spmd.plan(lambda: Causal(), batch, target="8xh100", layout=layout, **options)
+        scores = [array for _, array, _ in plan.memory.largest if array.count("1024") > 1]
+        peaks[name] = plan.memory.peak
+        assert bool(scores) is (name is None)
+    assert any(note.endswith("a causal mask: cudnn.") for note in plan.notes)
+    assert peaks["auto"] < peaks[None]
 
 
 def test_a_layout_with_nothing_to_replace_says_why(golden):
