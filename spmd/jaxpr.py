@@ -1,6 +1,6 @@
 """Looks into traced programs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,14 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
         inner = getattr(value, "jaxpr", value)
         if hasattr(inner, "eqns"):
             yield inner
+
+
+def scanned(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many are carried: numbers in jax 0.10, flat trees in 0.11."""
+    if "ft_in" not in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = (len(list(tree)) for tree in params["ft_in"].elts)
+    return consts, carried
 
 
 def has_convolution(found: Iterable[Any]) -> bool:

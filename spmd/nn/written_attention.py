@@ -16,12 +16,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from spmd.errors import DataError, OptionError
-from spmd.jaxpr import inlined, inner_jaxprs, without_unused
+from spmd.jaxpr import inlined, inner_jaxprs, scanned, without_unused
 from spmd.nn.attention import attend
-from spmd.nn.attention_kernels import Attend
-from spmd.nn.scoring import ScoreArrays, Scoring
+from spmd.nn.attention_kernels import AS_WRITTEN, Attend
 from spmd.nn.parallel_context import current
+from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.nn.traced_values import Values
 from spmd.nn.written_dims import arrange, wide
 from spmd.nn.written_scores import Found, find
@@ -94,8 +93,9 @@ class _Program:
             if isinstance(new, list):
                 changed, fused = new, True
                 self._note(attention, REPLACED)
-            elif attention.why != "":
+            else:
                 self._note(attention, f"is computed as it is written, with all scores: {attention.why or new}")
+                changed, fused = _marked(attention.weighted, changed), True
         if not fused:
             return jaxpr
         return jaxpr.replace(eqns=without_unused(changed, outputs), outvars=outputs)
@@ -139,8 +139,7 @@ class _Program:
             found, _ = inlined(jaxpr, SMALL)
             values = Values({x: e for e in found for x in e.outvars}, frozenset([*jaxpr.invars, *jaxpr.constvars]))
             for attention in find(found, values):
-                if attention.why != "":
-                    self._note(attention, "is computed as it is written, with all scores: it is in a function with a gradient of its own")
+                self._note(attention, "is computed as it is written, with all scores: it is in a function with a gradient of its own")
 
 
 def _is_known(constant: Any) -> bool:
@@ -151,10 +150,17 @@ def _is_known(constant: Any) -> bool:
     return isinstance(constant, np.ndarray | np.generic)
 
 
+def _marked(equation: Any, equations: list[Any]) -> list[Any]:
+    """The equations, of which one is in a scope that says it is to stay, when the program around this one is looked through."""
+    source = equation.source_info
+    kept = equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(AS_WRITTEN)))
+    return [kept if old is equation else old for old in equations]
+
+
 def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str, list[Any]] | None:
     """By name of a parameter that is a jaxpr ("": any): what its first inputs are in every call. None: no such equation."""
     if name == "scan":
-        return {"": inputs[: params["num_consts"]]}
+        return {"": inputs[: scanned(params)[0]]}
     if name == "while":
         first, second = params["cond_nconsts"], params["body_nconsts"]
         return {"cond_jaxpr": inputs[:first], "body_jaxpr": inputs[first : first + second]}
@@ -173,12 +179,7 @@ def _replaced(found: Found, equations: list[Any], outputs: Iterable[Any]) -> lis
         return "its weights are used elsewhere"
     if id(found.product) in kept:
         return "its scores are used elsewhere"
-    try:
-        [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
-    except (OptionError, DataError) as error:
-        if current().axis_size(current().sequence.axis) == 1:
-            raise
-        return str(error).partition("\n")[0].removesuffix(".")  # the ring does not take all that a model may write
+    [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
     equation = equation.replace(invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info)
     return [equation if old is found.weighted else old for old in equations]
 

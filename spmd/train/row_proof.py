@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.jaxpr import scanned
 from spmd.nn import chunked_attention
 from spmd.train import chunked_cross_entropy
 from spmd.train.row_rules import RULES
@@ -149,7 +150,7 @@ class Walk(Sizes):
 
     def scan(self, one: Any, other: Any, values: list[Value]) -> Sequence[Value]:
         """A loop over some other dim than the rows; what it carries is looked at until it does not change."""
-        consts, carried = _scanned(one.params)
+        consts, carried = scanned(one.params)
         none = [None] * len(one.outvars)
         if one.params["length"] != other.params["length"]:
             return none
@@ -173,14 +174,6 @@ class Walk(Sizes):
         for found in rest:
             first = [joined(a, b) for a, b in zip(first, found, strict=True)]
         return first
-
-
-def _scanned(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many are carried: numbers in jax 0.10, flat trees in 0.11."""
-    if "ft_in" not in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carried, _ = (len(list(tree)) for tree in params["ft_in"].elts)
-    return consts, carried
 
 
 def _closed(value: Any) -> bool:

@@ -14,6 +14,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import spmd
+from spmd.layout.model_parallel import Sequence
 from spmd.nn import chunked_attention
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.unchanged_models import CALLS
@@ -269,6 +270,21 @@ def test_a_query_without_keys_gets_zeros():
     plain, ours, _, _ = both(lambda *x: attention(*x, scores=lambda s: jnp.where(seen & TRIL, s, -1e9)), *inputs()[:3])
     assert (ours[0][0, :5] == 0).all() and (plain[0][0, :5] != 0).all()
     assert worst([ours[0][0, 5:], ours[0][1]], [plain[0][0, 5:], plain[0][1]]) < 1e-5
+
+
+def test_a_sharded_sequence_goes_around_the_ring():
+    """No device holds all keys."""
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def run(q, k, v):
+        return attention(q, k, v, scores=lambda s: jnp.where(jnp.tri(16, dtype=bool), s, -1e9))
+
+    arrays = inputs(16, 16)[:3]
+    with scope(mesh=mesh, sequence=Sequence("context")) as parallel:
+        ours = jax.jit(fuse_attention(run))(*arrays)
+        program = jax.jit(fuse_attention(run)).lower(*arrays).as_text()
+    assert worst([ours], [run(*arrays)]) < 1e-5
+    assert parallel.used == {"attention", "sequence"} and "collective_permute" in program
 
 
 def test_without_the_table_nothing_is_traced_again():
