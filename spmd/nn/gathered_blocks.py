@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax.core import tracers
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from spmd.errors import ModelError
 from spmd.models.blocks import BlockCalls, RunBlock
 from spmd.nn.gathered_scan import Saved, complete, differentiable, together
+from spmd.nn.inner_program import InnerProgram
 from spmd.nn.stacking import gathered_policy, recomputed_by_caller
-from spmd.nn.written_attention import fuse_attention
 from spmd.tree import Tree, flatten
 
 
@@ -69,17 +68,11 @@ class GatheredBlocks(BlockCalls):
 
         full = jax.eval_shape(gather, shards)
         inputs = rest, others
-        # what the call closes over, its inputs, become arguments: the backward pass is traced elsewhere
-        jaxpr, shapes = jax.make_jaxpr(fuse_attention(run), return_shape=True)(full, inputs)
-
-        def call(full: Tree, others: tuple, constants: list[Any]) -> tuple[Tree, Tree]:
-            outputs = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, constants))(*jax.tree.leaves((full, others)))
-            return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-
+        program = InnerProgram(run, full, inputs)
         before = group[place - 1] if self._ahead and place else None
         after = group[place + 1] if self._ahead and place + 1 < len(group) else None
         unit = _Unit(
-            jax.checkpoint(call, policy=gathered_policy(full, remat_policy)),
+            program.recomputed(policy=gathered_policy(full, remat_policy)),
             gather,
             functools.partial(self._gather.reduce, paths),
             None if before is None else functools.partial(self._full, before),
@@ -88,7 +81,7 @@ class GatheredBlocks(BlockCalls):
         residuals = {path: self._residuals[path] for path in paths.values() if path in self._residuals}
         neighbours = tuple({} if block is None else self._shards[block] for block in (before, after))
         carried = self._next(group, path) if self._ahead else _Carried({}, jnp.zeros(()))
-        outputs, kept, following = _run(unit, carried, _Block(shards, inputs, residuals), neighbours, list(jaxpr.consts))  # type: ignore[misc]
+        outputs, kept, following = _run(unit, carried, _Block(shards, inputs, residuals), neighbours, program.constants)  # type: ignore[misc]
         self._carried[group] = (place + 1, following)
         return outputs, kept
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from spmd.nn.inner_program import InnerProgram
 from spmd.tree import Tree
 
 
@@ -65,16 +65,9 @@ def scan_gathered(
       unroll: the loop, as for a convolution on a CPU.
     """
     full = jax.eval_shape(communication.gather, _layer(stack.shards, 0))
-    # arrays that the layer closes over become arguments, because the backward pass is traced elsewhere
-    jaxpr, out = jax.make_jaxpr(run_layer, return_shape=True)(x, full, _layer(stack.others, 0))
-    structure = jax.tree.structure(out)
-
-    def run(x: Tree, full: Tree, others: Tree, constants: list[Any]) -> tuple[Tree, Tree]:
-        outputs = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, constants))(*jax.tree.leaves((x, full, others)))
-        return jax.tree.unflatten(structure, outputs)
-
-    loop = _Loop(communication, jax.checkpoint(run, policy=policy, prevent_cse=unroll), unroll)
-    return _scan(loop, x, stack, list(jaxpr.consts))
+    program = InnerProgram(run_layer, x, full, _layer(stack.others, 0))
+    loop = _Loop(communication, program.recomputed(policy=policy, prevent_cse=unroll), unroll)
+    return _scan(loop, x, stack, program.constants)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

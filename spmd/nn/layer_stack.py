@@ -73,8 +73,9 @@ class LayerStack(nnx.Module):
             return layers.call(lambda layer: layer(x, *rows, **shared), variables, change)
 
         def call(x: Tree, inputs: tuple, variables: tuple, change: Callable[[Any], Any]) -> tuple[Any, Tree]:
-            # of one layer: once it is part of a pipeline or of a scan that gathers, its program cannot be changed any more
-            return fuse_attention(functools.partial(call_layer, change=change))(x, inputs, variables)
+            run = functools.partial(call_layer, change=change)
+            # in a pipeline, whose program cannot be changed afterwards
+            return run(x, inputs, variables) if parallel.stages == 1 else fuse_attention(run)(x, inputs, variables)
 
         if parallel.tap is not None:
             return parallel.tap(parallel, layers, call, x, (rows, arrays))

@@ -16,9 +16,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from spmd.jaxpr import inlined, inner_jaxprs, scanned, without_unused
+from spmd.jaxpr import equations, inlined, inner_jaxprs, scanned, without_unused
 from spmd.nn.attention import attend
 from spmd.nn.attention_kernels import AS_WRITTEN, Attend
+from spmd.nn.inner_program import InnerProgram, recorded_programs
 from spmd.nn.parallel_context import current
 from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.nn.traced_values import Values
@@ -42,17 +43,18 @@ def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if current().attention in (None, "xla"):
             return function(*args)
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = jaxpr_as_fun(closed.replace(jaxpr=_rewritten(closed)))(*jax.tree.leaves(args))
+        with recorded_programs() as programs:
+            closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = jaxpr_as_fun(closed.replace(jaxpr=_rewritten(closed, programs)))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
 
 
-def _rewritten(closed: Any) -> Any:
+def _rewritten(closed: Any, programs: Mapping[str, InnerProgram]) -> Any:
     """The jaxpr of a closed one with its attention replaced; notes say what was and what was not."""
     places: dict[str, list[str]] = {}
-    jaxpr = _Program(closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), {}, places).rewritten()
+    jaxpr = _Program(closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), {}, places, programs).rewritten()
     for text, where in places.items():
         named = list(dict.fromkeys(where))
         more = f" and {len(named) - 2} more" if len(named) > 2 else ""
@@ -69,6 +71,7 @@ class _Program:
       constants: what its constants are.
       outer: as in `Values`.
       places: takes where in the model attention is, by what a note says of it.
+      programs: those of layers whose gradients are communicated.
       scopes: those around it.
     """
 
@@ -76,6 +79,7 @@ class _Program:
     constants: Mapping[Any, Any]
     outer: Mapping[Any, tuple[Values, Any]]
     places: dict[str, list[str]]
+    programs: Mapping[str, InnerProgram]
     scopes: str = ""
 
     def rewritten(self) -> Any:
@@ -110,12 +114,30 @@ class _Program:
 
     def _inside(self, equation: Any, values: Values) -> Any:
         """An equation with attention replaced in the jaxprs that it runs."""
-        name, params = equation.primitive.name, dict(equation.params)
-        steady = _steady(name, params, equation.invars)
-        if steady is None:
-            if name.startswith("custom_"):
-                self._look_into(equation)
-            return equation
+        steady = _steady(equation.primitive.name, equation.params, equation.invars)
+        if steady is not None:
+            return self._within(equation, steady, values)
+        if equation.primitive.name.startswith("custom_"):
+            if program := self._program_of(equation):
+                inputs = equation.invars[len(equation.invars) - len(program.constants) :]
+                outer = {x: (values, atom) for x, atom in zip(program.jaxpr.constvars, inputs, strict=True)}
+                program.jaxpr = dataclasses.replace(
+                    self, jaxpr=program.jaxpr, constants={}, outer=outer, scopes=self._scopes(equation)
+                ).rewritten()
+                return dataclasses.replace(self, places={})._within(equation, {"": equation.invars}, values)  # the same, undifferentiated
+            self._look_into(equation)
+        return equation
+
+    def _program_of(self, equation: Any) -> InnerProgram | None:
+        """The program that an equation with a gradient of its own runs."""
+        if not self.programs:
+            return None
+        named = (inner.params["name"] for jaxpr in inner_jaxprs(equation) for inner in equations(jaxpr) if inner.primitive.name == "name")
+        return next((self.programs[name] for name in named if name in self.programs), None)
+
+    def _within(self, equation: Any, steady: dict[str, list[Any]], values: Values) -> Any:
+        """An equation with attention replaced; `steady` as of `_steady`."""
+        params = dict(equation.params)
         for key, value in params.items():
             parts = value if isinstance(value, tuple) else (value,)
             if parts and all(hasattr(part, "jaxpr") or hasattr(part, "eqns") for part in parts):
@@ -130,7 +152,7 @@ class _Program:
         """A jaxpr, or a closed one, of an equation; `inputs`: what its first inputs always are."""
         jaxpr, consts = (part.jaxpr, part.consts) if hasattr(part, "jaxpr") else (part, ())
         outer = {x: (values, atom) for x, atom in zip(jaxpr.invars, inputs, strict=False)}
-        new = _Program(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), outer, self.places, scopes).rewritten()
+        new = _Program(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), outer, self.places, self.programs, scopes).rewritten()
         return part if new is jaxpr else part.replace(jaxpr=new) if hasattr(part, "jaxpr") else new
 
     def _look_into(self, equation: Any) -> None:
@@ -150,11 +172,11 @@ def _is_known(constant: Any) -> bool:
     return isinstance(constant, np.ndarray | np.generic)
 
 
-def _marked(equation: Any, equations: list[Any]) -> list[Any]:
+def _marked(equation: Any, program: list[Any]) -> list[Any]:
     """The equations, of which one is in a scope that says it is to stay, when the program around this one is looked through."""
     source = equation.source_info
     kept = equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(AS_WRITTEN)))
-    return [kept if old is equation else old for old in equations]
+    return [kept if old is equation else old for old in program]
 
 
 def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str, list[Any]] | None:
@@ -169,11 +191,11 @@ def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str
     return {"": inputs} if name in ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call") else None
 
 
-def _replaced(found: Found, equations: list[Any], outputs: Iterable[Any]) -> list[Any] | str:
+def _replaced(found: Found, program: list[Any], outputs: Iterable[Any]) -> list[Any] | str:
     """The equations with one in place of an attention; or why it cannot be replaced."""
     inputs, function = _call(found)
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
-    without = [equation for equation in equations if equation is not found.weighted]
+    without = [equation for equation in program if equation is not found.weighted]
     kept = {id(equation) for equation in without_unused(without, [*outputs, *inputs])}
     if id(found.softmax) in kept:
         return "its weights are used elsewhere"
@@ -181,7 +203,7 @@ def _replaced(found: Found, equations: list[Any], outputs: Iterable[Any]) -> lis
         return "its scores are used elsewhere"
     [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
     equation = equation.replace(invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info)
-    return [equation if old is found.weighted else old for old in equations]
+    return [equation if old is found.weighted else old for old in program]
 
 
 def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:

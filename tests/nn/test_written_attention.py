@@ -410,7 +410,7 @@ def test_training_equals_that_without_the_table(model, layout, mesh, options, mo
     assert ours == pytest.approx(plain, abs=2e-6) and plain[0] > plain[2] + 0.1
     assert worst(ours_after, plain_after) < 1e-5
     assert any((a != b).any() for a, b in zip(ours_after, plain_after, strict=True)), "the arms differ"
-    names = "attn, 0/attn" if model is Unrolled else "layers/attn"
+    names = "attn, 0/attn" if model is Unrolled else "layers/attn" if "stage" in mesh else "blocks/layers/attn"
     assert f"attention in {names} is written out, and is replaced." in trainer.notes()
 
 
