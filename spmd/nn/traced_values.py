@@ -150,7 +150,7 @@ class Values:
 
     def seen(self, atom: Any, dims: Dims, negated: bool = False) -> list[View | Band]:
         """A mask as a conjunction of others, with what is known of each."""
-        opaque: list[View | Band] = [View(atom, dims, negated)]
+        opaque: list[View | Band] = [View(*self.source(atom, dims), negated)]
         parts = self._parts(atom, dims, negated)
         if parts is None:
             return opaque

@@ -357,6 +357,21 @@ class Unrolled(nnx.Module):
         return self.tokens.attend(nnx.remat(Block.__call__)(self.layers[1], x, mask))
 
 
+class Blocks(nnx.Module):
+    """A list of blocks, which fsdp gathers one by one."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.tokens = nnx.Embed(32, 16, rngs=rngs)
+        self.layers = nnx.List([Block(None, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, tokens):
+        mask, x = jnp.tril(jnp.ones((1, *(tokens.shape[1],) * 2), bool)), self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.tokens.attend(x)
+
+
 class Stacked(nnx.Module):
     """A stack, which fsdp gathers layer by layer."""
 
@@ -368,6 +383,12 @@ class Stacked(nnx.Module):
     def __call__(self, tokens):
         mask = (tokens > 0)[:, None, :] * jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
         return self.tokens.attend(self.blocks(self.tokens(tokens), mask))
+
+
+def step_arrays(trainer):
+    """Shapes of the arrays in a traced step."""
+    program, _ = trainer.prepare(BATCH)
+    return arrays_of(program._traced.jaxpr.jaxpr)
 
 
 TOKENS = np.random.default_rng(0).integers(1, 32, (16, 25)).astype("int32")
@@ -392,26 +413,39 @@ def trained(model, layout, mesh, implementation, **options):
     return losses, jax.tree.leaves(jax.device_get(state.params)), trainer
 
 
+BY_LAYER = dataclasses.replace(spmd.Layout.load("fsdp").gradients, gather="layer")
 CASES = [
     (Unrolled, "data_parallel", "data=8", {"gradients": spmd.Gradients("compiler")}),
     (Unrolled, "fsdp", "data=8", {}),
-    (Stacked, "fsdp", "data=8", {"remat": spmd.Remat(modules=("blocks/layers",))}),
+    (Stacked, "fsdp", "data=8", {"remat": spmd.Remat(modules=("blocks/layers",)), "gradients": BY_LAYER}),
+    (Blocks, "fsdp", "data=8", {"gradients": BY_LAYER}),
     (Stacked, "pipeline", "data=2,stage=4", {}),
     (Stacked, "pipeline_1f1b", "data=2,stage=4", {}),
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("model", "layout", "mesh", "options"), CASES, ids=lambda case: str(case)[:40])
 def test_training_equals_that_without_the_table(model, layout, mesh, options, monkeypatch):
     """On eight devices, with several tiles; the notes name the attention."""
     monkeypatch.setattr(chunked_attention, "TILE", 7)
-    (ours, ours_after, trainer), (plain, plain_after, _) = (trained(model, layout, mesh, name, **options) for name in ("auto", None))
+    (ours, ours_after, trainer), (plain, plain_after, plain_trainer) = (
+        trained(model, layout, mesh, name, **options) for name in ("auto", None)
+    )
     assert ours == pytest.approx(plain, abs=2e-6) and plain[0] > plain[2] + 0.1
     assert worst(ours_after, plain_after) < 1e-5
     assert any((a != b).any() for a, b in zip(ours_after, plain_after, strict=True)), "the arms differ"
-    names = "attn, 0/attn" if model is Unrolled else "layers/attn" if "stage" in mesh else "blocks/layers/attn"
+    names = {Unrolled: "attn, 0/attn", Blocks: "0/attn, 1/attn and 1 more", Stacked: "blocks/layers/attn"}[model]
+    names = "layers/attn" if "stage" in mesh else names
     assert f"attention in {names} is written out, and is replaced." in trainer.notes()
+    if layout == "fsdp":
+        shapes = [list(step_arrays(each)) for each in (trainer, plain_trainer)]
+        assert [any(math.prod(shape) >= 2 * 4 * 24 * 24 and shape.count(24) > 1 for shape in arrays) for arrays in shapes] == [False, True]
+    if model is Blocks:
+        assert any(note.endswith("float32, a causal mask, a soft cap: chunked.") for note in trainer.notes())
+        assert (2, 24, 24) not in shapes[0] and (1, 1, 24, 24) not in shapes[0], (
+            "the mask, which is made outside of the blocks, is not used"
+        )
 
 
 class Causal(nnx.Module):
