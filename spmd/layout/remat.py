@@ -12,9 +12,10 @@ SAVES = ("everything", "dots", "dots_no_batch", "nothing", "offload")
 class Remat:
     """Which activations are recomputed in the backward pass instead of being kept.
 
-    `save` names what is kept: "everything", "dots" (results of matrix products), "dots_no_batch" (those without batch dims: of weights,
-    not of attention), "offload" (the same, in the host's memory), "nothing", or a tuple of names that the model gives to values by
-    `jax.ad_checkpoint.checkpoint_name`. Values named in `offload` are kept in the host's pinned memory.
+    `save` names what is kept: "everything", "dots" (results of matrix products, and of cuDNN's attention), "dots_no_batch" (the same
+    without products that have batch dims, as unfused attention's), "offload" (products of weights, in the host's memory), "nothing",
+    or a tuple of names that the model gives to values by `jax.ad_checkpoint.checkpoint_name`. Values named in `offload` are kept in the
+    host's pinned memory.
 
     `modules` are path patterns of submodules, each rematerialised on its own; without them it is the whole forward pass. `rules` are
     further `Remat`s, for other modules.

@@ -25,8 +25,8 @@ def policy_of(saves: str | tuple[str, ...], offload: tuple[str, ...] = ()) -> Po
     else:
         kept = {
             "everything": policies.everything_saveable,
-            "dots": policies.dots_saveable,
-            "dots_no_batch": policies.dots_with_no_batch_dims_saveable,
+            "dots": policies.save_from_both_policies(policies.dots_saveable, _fused_attention),
+            "dots_no_batch": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, _fused_attention),
             "nothing": policies.nothing_saveable,
             "offload": policies.offload_dot_with_no_batch_dims("device", HOST),
         }[saves]
@@ -41,6 +41,11 @@ def policy_of(saves: str | tuple[str, ...], offload: tuple[str, ...] = ()) -> Po
         return (moved if named else kept)(primitive, *inputs, **params)
 
     return policy
+
+
+def _fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether this is cuDNN's attention, as JAX calls it: its result is as large as a product's, and as dear to compute again."""
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def module_policies(remat: Remat) -> tuple[tuple[str, Policy], ...]:

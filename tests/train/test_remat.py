@@ -16,6 +16,9 @@ from spmd.errors import LayoutError, ModelError
 from spmd.jaxpr import equations
 from spmd.layout.toml_reader import loads
 from spmd.layout.toml_writer import dumps
+from spmd.planner.cudnn import cudnn_of
+from spmd.planner.target import load
+from spmd.train.remat import policy_of
 from spmd.tree import flatten
 
 ROWS, WIDTH, HIDDEN, LAYERS = 16, 16, 28, 3
@@ -218,3 +221,16 @@ def test_toml_round_trip(remat):
     layout = spmd.Layout(remat=remat)
     assert loads(dumps(layout)) == layout
     assert "remat" in layout._repr_html_()
+
+
+def test_policies_of_products_keep_what_cudnn_attention_returns():
+    def attention(x):
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn").sum()
+
+    def calls(policy):
+        x = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
+        with cudnn_of(load("h100")):
+            step = jax.make_jaxpr(jax.grad(lambda x: jax.checkpoint(attention, policy=policy_of(policy))(jnp.sin(x))))(x)
+        return sum("fwd_wrapper" in equation.primitive.name for equation in equations(step.jaxpr))
+
+    assert calls("nothing") == 2 and calls("dots") == calls("dots_no_batch") == 1
