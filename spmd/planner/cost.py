@@ -1,4 +1,4 @@
-"""The cost of one instruction of a compiled program: FLOPs of matrix products and convolutions, and bytes of memory traffic."""
+"""The cost of one instruction of a compiled program: its matrix products, convolutions and attention, and bytes of memory traffic."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from spmd.planner.hlo import Array, Instruction, Module, captured
+from spmd.planner.kernel_time import Product, causal_share, matmul
 from spmd.planner.target import HIGHEST
 
 FREE = {
@@ -28,22 +29,27 @@ SLICES = ("slice", "dynamic-slice", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """FLOPs by the dtype that is multiplied, and bytes read and written."""
+    """What an instruction multiplies, and bytes that it reads and writes."""
 
-    flops: Mapping[str, float]
+    products: tuple[Product, ...]
     bytes: float
+
+    @property
+    def flops(self) -> Mapping[str, float]:
+        """FLOPs by the dtype that is multiplied."""
+        total: dict[str, float] = defaultdict(float)
+        for product in self.products:
+            total[product.dtype] += product.flops
+        return total
 
 
 def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
     """The cost of an instruction other than a collective or a loop, with everything that is fused into it."""
     if instr.op in FREE:
-        return Cost({}, 0.0)
-    flops: dict[str, float] = defaultdict(float)
-    for name, part in [(computation, instr), *(nested for called in instr.called for nested in module.nested(called))]:
-        count, dtype = _products(module, name, part)
-        if count:
-            flops[dtype] += count
-    return Cost(flops, _bytes(module, computation, instr))
+        return Cost((), 0.0)
+    parts = [(computation, instr), *(nested for called in instr.called for nested in module.nested(called))]
+    products = [product for name, part in parts if (product := _product(module, name, part)) is not None and product.flops]
+    return Cost(tuple(products), _bytes(module, computation, instr))
 
 
 def host_bytes(module: Module, computation: str, instr: Instruction) -> float:
@@ -92,43 +98,52 @@ def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) ->
     return products * 2.0 * math.prod(query) * max(key[1:-1])
 
 
-def _products(module: Module, computation: str, instr: Instruction) -> tuple[float, str]:
-    """FLOPs of a matrix product or a convolution, and the dtype; a multiplication and an addition count as two."""
+def _product(module: Module, computation: str, instr: Instruction) -> Product | None:
+    """The matrix product, convolution or attention that an instruction is."""
     if instr.op not in ("dot", "convolution", "custom-call") or not instr.arrays:
-        return 0.0, ""
+        return None
     inputs = [part.arrays[0] for part in module.operands(computation, instr) if part.arrays]
     if len(inputs) < 2:
-        return 0.0, ""
+        return None
     dtype = inputs[0].dtype
     if dtype == "float32" and re.search(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", instr.rest):
         dtype = HIGHEST
     if instr.op == "dot":
-        return _matmul(instr, inputs[0], captured(r"lhs_contracting_dims=\{([\d,]*)\}", instr.rest)), dtype
+        return _matmul(instr, inputs[0], dtype, r"lhs_{}_dims=\{{([\d,]*)\}}")
     if instr.op == "convolution":
-        return _convolution(instr, inputs[0], inputs[1], instr.arrays[0]), dtype
+        return _convolution(instr, inputs[0], inputs[1], instr.arrays[0], dtype)
     name = instr.custom_call
     if "gemm" in name or "matmul" in name:
-        return _matmul(instr, inputs[0], captured(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instr.rest)), dtype
+        return _matmul(instr, inputs[0], dtype, r'"lhs_{}_dimensions":\[([^\]]*)\]')
     if "conv" in name.lower():
         if "BackwardFilter" in name:  # from the input and the output's gradient
-            return _convolution(instr, inputs[0], instr.arrays[0], inputs[1]), dtype
+            return _convolution(instr, inputs[0], instr.arrays[0], inputs[1], dtype)
         ends = (instr.arrays[0], inputs[0]) if "BackwardInput" in name else (inputs[0], instr.arrays[0])
-        return _convolution(instr, ends[0], inputs[1], ends[1]), dtype
+        return _convolution(instr, ends[0], inputs[1], ends[1], dtype)
     if KERNEL.search(name):
         kernel = _kernel(instr)
-        return attention_products(kernel, inputs[0].shape, inputs[1].shape) if kernel else 0.0, dtype
+        return _attention(kernel, attention_products(kernel, inputs[0].shape, inputs[1].shape), inputs, dtype) if kernel else None
     if "fmha" in name or "Attention" in name:
-        return _attention(instr, inputs, name), dtype
-    return 0.0, ""
+        return _cudnn_attention(instr, inputs, name)
+    return None
 
 
-def _matmul(instr: Instruction, left: Array, contracted: str) -> float:
-    """FLOPs of a matrix product over these dims of its left operand."""
-    return 2.0 * instr.arrays[0].size * math.prod(left.shape[int(dim)] for dim in re.findall(r"\d+", contracted))
+def _matmul(instr: Instruction, left: Array, dtype: str, dims: str) -> Product:
+    """A matrix product; `dims` is the pattern of the dims of its left operand, contracting or batch."""
+    found = (re.findall(r"\d+", captured(dims.format(kind), instr.rest)) for kind in ("contracting", "batch"))
+    depth, count = (math.prod(left.shape[int(dim)] for dim in numbers) for numbers in found)
+    rows = left.size / (depth * count) if left.size else 0.0
+    return matmul(dtype, (count, rows, instr.arrays[0].size / (count * rows) if rows else 0.0, depth))
 
 
-def _convolution(instr: Instruction, image: Array, kernel: Array, output: Array) -> float:
-    """FLOPs of a convolution, without products with padding or between dilated pixels."""
+def _convolution(instr: Instruction, image: Array, kernel: Array, output: Array, dtype: str) -> Product:
+    """A convolution, without products with padding or between dilated pixels, as a product with the last dim of its result as columns."""
+    flops = _convolution_flops(instr, image, kernel, output)
+    size, columns = instr.arrays[0].size, instr.arrays[0].shape[-1] if instr.arrays[0].shape else 1
+    return Product("convolution", dtype, flops, (1, size / max(columns, 1), columns, flops / (2.0 * max(size, 1))))
+
+
+def _convolution_flops(instr: Instruction, image: Array, kernel: Array, output: Array) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instr.rest)
     if labels is None:
         return 2.0 * output.size * kernel.size / max(kernel.shape[-1], 1)
@@ -154,11 +169,25 @@ def _pairs(sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, 
     return int(((at >= 0) & (at <= (image - 1) * image_dilation) & (at % image_dilation == 0)).sum())
 
 
-def _attention(instr: Instruction, inputs: list[Array], name: str) -> float:
-    """FLOPs of cuDNN's attention: two matrix products in the forward pass, five in the backward pass, masked scores included."""
-    scores = json.loads(captured(r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})', instr.rest) or "{}").get("dimensions", [])
-    products = 5 if "backward" in name.lower() else 2
-    return products * 2.0 * math.prod(map(int, scores)) * inputs[0].shape[-1] if scores else 0.0
+def _attention(kernel: str, flops: float, inputs: list[Array], dtype: str) -> Product:
+    """The attention of a Pallas kernel. Its name says whether it leaves out what a causal mask does."""
+    length = max(inputs[0].shape[1:-1], default=1)
+    backward = re.search(r"backward|bwd|dkv|dk_dv|dq", kernel) is not None
+    share = causal_share(length, length) if "causal" in kernel else 1.0
+    scores = math.prod(inputs[0].shape[:-1]) * length
+    return Product("attention_backward" if backward else "attention", dtype, flops, scores=scores, share=share)
+
+
+def _cudnn_attention(instr: Instruction, inputs: list[Array], name: str) -> Product | None:
+    """cuDNN's attention: two matrix products in the forward pass, five in the backward pass; all scores count as FLOPs."""
+    shape = json.loads(captured(r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})', instr.rest) or "{}").get("dimensions", [])
+    if not shape:
+        return None
+    scores, backward = math.prod(map(int, shape)), "backward" in name.lower()
+    flops = (5 if backward else 2) * 2.0 * scores * inputs[0].shape[-1]
+    causal = "CAUSAL" in captured(r'"mask_type": ?"(\w*)"', instr.rest)
+    share = causal_share(int(shape[-2]), int(shape[-1])) if causal else 1.0
+    return Product("attention_backward" if backward else "attention", inputs[0].dtype, flops, scores=scores, share=share)
 
 
 def _bytes(module: Module, computation: str, instr: Instruction) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 from spmd.layout.summary import COLUMNS, rows as layout_rows
 from spmd.planner.memory import TITLES
 from spmd.planner.plan_data import PlanData
-from spmd.planner.text_report import headline, seconds, timeline_text
+from spmd.planner.text_report import headline, seconds, step_time, timeline_text
 from spmd.planner.timeline import Span
 from spmd.planner.traffic import traffic_rows
 from spmd.render.html import Html, document, folded, framed, table
@@ -36,7 +36,7 @@ def fragment(plan: PlanData) -> Html:
     lines = [
         f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{'<br>'.join([title, *compiler])}</p>",
         f'<p class="verdict {kind}">{html.escape(plan.memory.verdict)}</p>',
-        f"<p>{seconds(plan.timeline.seconds)} per step, {plan.rows_per_second:,.0f} rows/s (predicted); "
+        f"<p>{step_time(plan.timeline)}, {plan.rows_per_second:,.0f} rows/s (predicted); "
         f"{format_bytes(plan.traffic.bytes())} sent by each device per step.</p>",
         f"<h2>Memory on each device</h2>{memory_bar(plan)}<pre>{html.escape(str(plan.memory))}</pre>",
         f"<h2>The mesh on its nodes</h2>{mesh_drawing(plan)}",

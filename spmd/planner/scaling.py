@@ -94,7 +94,7 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     shares = {codec: 1.0 if codec == "exact" else _share(plan, codec) for codec in codecs}
     rates: dict[str, list[float]] = {codec: [] for codec in codecs}
     for count in counts:
-        computation = times.launches + (times.products + times.memory) * workers / count
+        computation = times.launches + (times.multiplying + times.memory) * workers / count
         per_node = min(count, plan.cluster.target.devices_per_node)
         for codec, share in shares.items():
             communication = reduction_time("all_reduce", int(gradients * share), count, per_node, plan.cluster) if count > 1 else 0.0

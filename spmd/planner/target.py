@@ -19,13 +19,16 @@ _GPU = (
     "core_count", "fpus_per_core", "clock_rate_ghz", "l2_cache_size", "shared_memory_per_core", "shared_memory_per_block_optin",
     "compute_capability", "pcie_bandwidth", "name",
 )  # fmt: skip
+_MORE_SHARES = ("convolution", "attention", "attention_backward")  # of [achieved], which a target may leave out
 _TABLES = {
     "flops": ("float32", "vector"),
     "inside": ("bandwidth", "latency"),
     "between": ("bandwidth", "latency"),
     "achieved": ("matmul", "memory", "link", "launch"),
     "compiler": _GPU,
+    "spread": (),
 }
+_OPTIONAL = {"achieved": _MORE_SHARES, "spread": ("matmul", "memory", "link", "launch", "convolution", "attention")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +41,39 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Achieved:
-    """The shares of a device's peak figures that programs achieve, and the launch overhead of an operation in seconds."""
+    """The shares of a device's peak figures that programs achieve, and the launch overhead of an operation in seconds.
+
+    Attributes:
+      matmul: of the peak, in matrix products whose sides fill all cores.
+      memory, link: of the bandwidth.
+      launch: seconds between the end of a kernel and the beginning of the next.
+      convolution, attention, attention_backward: of the peak, in convolutions and in kernels of fused attention apart from exponentials;
+        `matmul` if a target does not say.
+    """
 
     matmul: float
     memory: float
     link: float
     launch: float
+    convolution: float = 0.0
+    attention: float = 0.0
+    attention_backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _MORE_SHARES:
+            object.__setattr__(self, name, getattr(self, name) or self.matmul)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How far off the figures of `Achieved` may be, as shares of them: half of the range that a plan prints."""
+
+    matmul: float = 0.25
+    memory: float = 0.25
+    link: float = 0.25
+    launch: float = 0.5
+    convolution: float = 0.25
+    attention: float = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +86,7 @@ class Target:
       flops: floating-point operations per second, dense, by the dtype that is multiplied; "vector" is float32 outside of matrix units.
       inside, between: links to devices of the same node, and to other nodes.
       achieved: the shares of these figures that programs achieve.
+      spread: how far off these shares may be.
       compiler: XLA:GPU's description of a GPU; for a TPU, libtpu's name and the number of dims of a slice.
       sources: the source of each figure.
     """
@@ -69,6 +100,7 @@ class Target:
     inside: Link
     between: Link
     achieved: Achieved
+    spread: Spread = Spread()
     devices_per_node: int = 8
     compiler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -77,6 +109,16 @@ class Target:
     def host_bandwidth(self) -> float | None:
         """Bytes per second between a device and its host, in one direction; None if the target does not say, as TPUs do not."""
         return self.compiler.get("pcie_bandwidth")
+
+    @property
+    def cores(self) -> int:
+        """A GPU's multiprocessors; 0 for other devices, whose products are not computed in waves of tiles."""
+        return self.compiler.get("core_count", 0)
+
+    @property
+    def clock(self) -> float:
+        """Cycles per second of a GPU's multiprocessors; 0 for other devices."""
+        return self.compiler.get("clock_rate_ghz", 0.0) * 1e9
 
     def rate(self, dtype: str) -> float:
         """FLOPs per second of a matrix product of this dtype; float32's if the table lacks it."""
@@ -162,13 +204,14 @@ def load(name: str) -> Target:
     raise_problems(OptionError, f"{path} does not describe a target", _problems(table))
     parsed: dict[str, Any] = {key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in ("inside", "between")}
     parsed |= {"name": path.stem, "achieved": Achieved(**table["achieved"])}
+    parsed |= {"spread": Spread(**table["spread"])} if "spread" in table else {}
     return Target(**(table | parsed))
 
 
 def _problems(table: dict[str, Any]) -> list[Problem]:
     """Missing and unknown keys and wrong values in a target's file."""
     fields = {field.name: field for field in dataclasses.fields(Target) if field.name != "name"}
-    optional = {"devices_per_node", "sources"} | ({"compiler"} if table.get("platform") not in ("cuda", "tpu") else set())
+    optional = {"devices_per_node", "sources", "spread"} | ({"compiler"} if table.get("platform") not in ("cuda", "tpu") else set())
     needed = [name for name in fields if name not in optional]
     problems = [Problem(name, ["it is missing."]) for name in needed if name not in table]
     problems += [Problem(name, ["unknown key."], did_you_mean(name, fields)) for name in table if name not in fields]
@@ -185,10 +228,11 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
             problems.append(Problem(name, [f"{part!r} is not a table."]))
             continue
         problems += [Problem(f"[{name}] {key}", ["it is missing."]) for key in wanted if key not in part]
-        unknown = [] if name == "flops" else [key for key in part if key not in wanted]  # [flops] may have any dtype
-        problems += [Problem(f"[{name}] {key}", ["unknown key."], did_you_mean(key, wanted)) for key in unknown]
+        known = (*wanted, *_OPTIONAL.get(name, ()))
+        unknown = [] if name == "flops" else [key for key in part if key not in known]  # [flops] may have any dtype
+        problems += [Problem(f"[{name}] {key}", ["unknown key."], did_you_mean(key, known)) for key in unknown]
         problems += _not_positive({f"[{name}] {key}": part[key] for key in part if key not in ("name", "compute_capability")})
-        shares = ("matmul", "memory", "link") if name == "achieved" else ()
+        shares = ("matmul", "memory", "link", *_MORE_SHARES) if name == "achieved" else tuple(part) if name == "spread" else ()
         large = [key for key in shares if isinstance(part.get(key), int | float) and part[key] > 1]
         problems += [Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.") for key in large]
         version = part.get("compute_capability", [0, 0])

@@ -8,13 +8,14 @@ from spmd.fields import as_toml
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.plan_data import PlanData
-from spmd.planner.timeline import Timeline
+from spmd.planner.timeline import LIMITS, Timeline
 from spmd.render.html import Text, filled
 from spmd.specs import spec_axes, spec_text
 from spmd.train.device_memory import in_host_memory, on_device
 from spmd.train.state import owner_of
 from spmd.tree import describe, flatten, format_bytes
 
+KERNELS = ("convolutions", "attention")  # parts of a step that only some programs have
 FIXES = "what would make it fit: plan.fixes(), or `spmd plan --fixes`; another layout: spmd.search, or `spmd search`."
 
 
@@ -45,11 +46,11 @@ def headline(plan: PlanData) -> str:
     """What was planned, by which compiler, and whether it fits."""
     layout, target = plan.layout, plan.cluster.target
     nodes = f"{plan.cluster.nodes} node{'s' * (plan.cluster.nodes != 1)} of {plan.cluster.devices} x {target.title}"
-    sent, step = format_bytes(plan.traffic.bytes()), seconds(plan.timeline.seconds)
+    sent, step = format_bytes(plan.traffic.bytes()), step_time(plan.timeline)
     lines = [
         f"compiled by {plan.compiled.compiler}" if plan.compiled.exact else plan.compiled.compiler,
         f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
-        f"{plan.memory.verdict.rstrip('.')}; {sent} sent by each device per step; {step} per step, {plan.rows_per_second:,.0f} rows/s.",
+        f"{plan.memory.verdict.rstrip('.')}; {sent} sent by each device per step; {step}, {plan.rows_per_second:,.0f} rows/s.",
     ]
     if options := plan.compiled.options:
         lines.insert(1, f"compiler options: {', '.join(f'{name}={as_toml(value)}' for name, value in options.items())}")
@@ -59,8 +60,9 @@ def headline(plan: PlanData) -> str:
 def timeline_text(plan: PlanData) -> str:
     """What the time is spent on, and what was assumed."""
     times, target = plan.timeline, plan.cluster.target
-    lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in times.parts.items()]
-    lines.append(f"{'step':<26}{seconds(times.seconds):>12}")
+    parts = {name: value for name, value in times.parts.items() if value or LIMITS[name] not in KERNELS}
+    lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in parts.items()]
+    lines.append(f"{'step':<26}{seconds(times.seconds):>12}  from {time_range(times)}, as far as the figures below are known")
     lines.append(f"{'hidden communication':<26}{seconds(times.hidden):>12}")
     if times.host_bytes:
         link = (
@@ -71,13 +73,42 @@ def timeline_text(plan: PlanData) -> str:
     peak = f"HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of {times.peak / 1e12:,.4g} TFLOP/s"
     of_model = f"{times.flops / 1e12:.3g} TFLOP on each device, {times.model_flops / 1e12:.3g} of them the model's"
     lines.append(f"{of_model}: {peak}; most of the time is {times.limit}.")
-    reached, inside, between = target.achieved, target.inside.bandwidth / 1e9, target.between.bandwidth / 1e9
-    lines.append(
-        f"assumed: {reached.matmul:.0%} of peak in products, {reached.memory:.0%} of {target.memory_bandwidth / 1e9:,.0f} GB/s of memory, "
-        f"{reached.link:.0%} of {inside:,.4g} GB/s inside and {between:,.4g} GB/s between nodes, "
-        f"{reached.launch * 1e6:.0f} us to launch an operation; data loading is not included."
-    )
+    lines.append(assumptions(plan))
     return "\n".join(lines)
+
+
+def assumptions(plan: PlanData) -> str:
+    """The shares of the target's figures that a plan assumes, each with how far off it may be."""
+    target, times = plan.cluster.target, plan.timeline
+    reached, spread, inside, between = target.achieved, target.spread, target.inside.bandwidth / 1e9, target.between.bandwidth / 1e9
+    products = [f"{reached.matmul:.0%} of peak (+- {spread.matmul:.0%}) in products that fill the device"]
+    products += [f"{reached.convolution:.0%} (+- {spread.convolution:.0%}) in convolutions"] if times.convolutions else []
+    attention = f"{reached.attention:.0%} forward and {reached.attention_backward:.0%} backward (+- {spread.attention:.0%})"
+    products += [f"{attention} in fused attention"] if times.attention else []
+    return (
+        f"assumed: {', '.join(products)}, "
+        f"{reached.memory:.0%} (+- {spread.memory:.0%}) of {target.memory_bandwidth / 1e9:,.0f} GB/s of memory, "
+        f"{reached.link:.0%} (+- {spread.link:.0%}) of {inside:,.4g} GB/s inside and {between:,.4g} GB/s between nodes, "
+        f"{reached.launch * 1e6:.0f} us (+- {spread.launch:.0%}) to launch an operation; data loading is not included."
+    )
+
+
+def step_time(times: Timeline) -> str:
+    """A step's predicted time, and its range."""
+    return f"{seconds(times.seconds)} per step ({time_range(times)})"
+
+
+def time_range(times: Timeline) -> str:
+    """The range of a step's time, in the unit of the predicted time.
+
+    >>> from types import SimpleNamespace
+    >>> time_range(SimpleNamespace(seconds=0.0024, range=(0.0021, 0.0027))), time_range(SimpleNamespace(seconds=1.1, range=(0.98, 1.22)))
+    ('2.1 to 2.7 ms', '0.98 to 1.22 s')
+    """
+    (low, high), unit = times.range, seconds(times.seconds).split()[1]
+    scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
+    shown = [f"{value * scale:.3g}" if value * scale < 100 else f"{value * scale:,.0f}" for value in (low, high)]
+    return f"{' to '.join(shown)} {unit}"
 
 
 def seconds(value: float) -> str:
@@ -161,12 +192,8 @@ def to_json(plan: PlanData) -> str:
         "memory": plan.memory.per_device,
         "traffic": [transfer | {"arrays": [str(array) for array in transfer["arrays"]]} for transfer in transfers],
         "timeline": times
-        | {
-            "waits": [dataclasses.asdict(wait) for wait in plan.timeline.waits],
-            "mfu": plan.timeline.mfu,
-            "hfu": plan.timeline.hfu,
-            "limit": plan.timeline.limit,
-        },
+        | {"waits": [dataclasses.asdict(wait) for wait in plan.timeline.waits]}
+        | {name: getattr(plan.timeline, name) for name in ("range", "mfu", "hfu", "limit")},
         "notes": list(plan.notes),
     }
     return json.dumps(figures, indent=1)

@@ -1,7 +1,8 @@
 """The predicted time of a step, from its compiled program and the target's figures.
 
-Each instruction takes its launch overhead and a roofline time: FLOPs at the target's rate for their dtype or bytes at the memory's
-bandwidth, whichever takes longer. A collective takes the time of its bytes on each level of links (`Transfer.levels`) and a latency per
+Each instruction takes its launch overhead and a roofline time: its products at the rate that their sizes reach on the target
+(`kernel_time.py`) or bytes at the memory's bandwidth, whichever takes longer.
+A collective takes the time of its bytes on each level of links (`Transfer.levels`) and a latency per
 round; computation between its start and its end in XLA's schedule hides it. Collectives run one at a time. All devices are equal.
 Copies between device and host take the time of their bytes on the host's link, one at a time, and are hidden likewise.
 """
@@ -9,16 +10,27 @@ Copies between device and host take the time of their bytes on the host's link, 
 import dataclasses
 import math
 from collections import defaultdict
+from typing import Any
 
 from spmd.mesh import MeshSpec
 from spmd.planner.cost import FREE, Cost, cost_of, host_bytes
 from spmd.planner.hlo import Array, Instruction, Module, collective_kind
-from spmd.planner.target import Cluster
+from spmd.planner.kernel_time import memory_time, product_time
+from spmd.planner.target import Cluster, Target
 from spmd.planner.traffic import Partitioned, Transfer
 
-LIMITS = {"matrix products": "products", "memory": "memory", "launch overhead": "launches", "exposed communication": "exposed"}
+LIMITS = {
+    "matrix products": "products",
+    "convolutions": "convolutions",
+    "attention": "attention",
+    "memory": "memory",
+    "launch overhead": "launches",
+    "exposed communication": "exposed",
+}
+KINDS = {"matmul": "products", "convolution": "convolutions", "attention": "attention", "attention_backward": "attention"}
+SPREADS = {"products": "matmul", "launches": "launch", "exposed": "link", "convolutions": "convolution"}  # of parts, if named otherwise
 REMATERIALIZED = ".remat"  # in the names of operations that XLA repeats to save memory
-ADDED = ("compute", "products", "memory", "launches", "exposed", "communicated", "host_seconds", "host_bytes", "rematerialized")
+ADDED = (*LIMITS.values(), "compute", "communicated", "host_seconds", "host_bytes", "rematerialized")  # of a loop's body
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "collective_permute": 1}
 
 
@@ -56,7 +68,9 @@ class Timeline:
 
     Attributes:
       seconds: the whole step.
-      products, memory, launches: computation, by what limits it: matrix units, memory bandwidth, or launch overhead.
+      products, convolutions, attention, memory, launches: computation, by what limits it: matrix units, in one of three kinds of kernels,
+        memory bandwidth, or launch overhead.
+      deviation: how far off `seconds` may be, in either direction.
       exposed: communication that no computation hides; `hidden`: communication that computation hides.
       host_seconds, host_bytes: copies between device and host, time on the link and bytes in both directions; what computation does not
         hide of them is part of `exposed`.
@@ -82,6 +96,19 @@ class Timeline:
     host_bytes: float = 0.0
     waits: tuple[Wait, ...] = ()
     rematerialized: float = 0.0
+    convolutions: float = 0.0
+    attention: float = 0.0
+    deviation: float = 0.0
+
+    @property
+    def multiplying(self) -> float:
+        """Seconds of kernels that matrix units limit."""
+        return self.products + self.convolutions + self.attention
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The shortest and the longest time that the target's figures allow for."""
+        return self.seconds - self.deviation, self.seconds + self.deviation
 
     @property
     def mfu(self) -> float:
@@ -112,6 +139,8 @@ class _Clock:
     link: float = 0.0
     host_link: float = 0.0
     products: float = 0.0
+    convolutions: float = 0.0
+    attention: float = 0.0
     memory: float = 0.0
     launches: float = 0.0
     exposed: float = 0.0
@@ -137,10 +166,22 @@ def timeline_of(
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
     hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
     computing = clock.products, clock.memory, clock.launches
-    spans, host = tuple(clock.spans), (clock.host_seconds, clock.host_bytes)
-    waits = tuple(sorted(clock.waits, key=lambda wait: -wait.exposed))
+    host, waits = (clock.host_seconds, clock.host_bytes), tuple(sorted(clock.waits, key=lambda wait: -wait.exposed))
     counted = flops, min(model_flops, flops), peak
-    return Timeline(clock.compute, *computing, clock.exposed, hidden, *counted, spans, *host, waits, clock.rematerialized)
+    more = waits, clock.rematerialized, clock.convolutions, clock.attention, deviation(clock, cluster.target)
+    return Timeline(clock.compute, *computing, clock.exposed, hidden, *counted, tuple(clock.spans), *host, *more)
+
+
+def deviation(parts: Any, target: Target) -> float:
+    """Seconds that a step may be off, if the figures of its parts are off independently of each other.
+
+    >>> from types import SimpleNamespace
+    >>> from spmd.planner.target import Spread, load
+    >>> target = dataclasses.replace(load("h100"), spread=Spread(matmul=0.3, memory=0.4))
+    >>> round(deviation(SimpleNamespace(products=1.0, memory=1.0, convolutions=0, attention=0, launches=0, exposed=0), target), 9)
+    0.5
+    """
+    return math.hypot(*(getattr(parts, part) * getattr(target.spread, SPREADS.get(part, part)) for part in LIMITS.values()))
 
 
 _Pending = dict[str, tuple[float, float, Transfer | None]]  # by name of the start: when it ends, when it was started, and what it is
@@ -175,13 +216,16 @@ class _Schedule(Partitioned):
 
     def _compute(self, clock: _Clock, cost: Cost, launch: float) -> None:
         """Advance by an instruction's time and its launch overhead."""
-        target, reached = self.cluster.target, self.cluster.target.achieved
-        if self.widened and "float32" in cost.flops:
-            cost = Cost({self.widened: sum(cost.flops.values())}, cost.bytes)
-        products = sum(count / (target.rate(dtype) * reached.matmul) for dtype, count in cost.flops.items())
-        memory = cost.bytes / (target.memory_bandwidth * reached.memory)
-        clock.products += products if products >= memory else 0.0
-        clock.memory += memory if memory > products else 0.0
+        target = self.cluster.target
+        if self.widened:
+            changed = [dataclasses.replace(one, dtype=self.widened) if one.dtype == "float32" else one for one in cost.products]
+            cost = Cost(tuple(changed), cost.bytes)
+        times: dict[str, float] = defaultdict(float)
+        for product in cost.products:
+            times[KINDS[product.kind]] += product_time(product, target)
+        products, memory = sum(times.values()), memory_time(cost.bytes, target)
+        part = max(times, key=lambda kind: times[kind]) if products >= memory and times else "memory"
+        setattr(clock, part, getattr(clock, part) + max(products, memory))
         clock.launches += launch
         clock.compute += max(products, memory) + launch
         for dtype, count in cost.flops.items():

@@ -1,5 +1,6 @@
 """Reading XLA's text: the four ways of writing who takes part, loops, and starts and ends."""
 
+import math
 import re
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from spmd.mesh import MeshSpec
 from spmd.planner.cost import FREE
 from spmd.planner.hlo import arrays_of, collective_kind, groups, parse, payload
+from spmd.planner.kernel_time import matmul, product_time
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import timeline_of, transfer_time
 from spmd.planner.traffic import traffic_of
@@ -132,12 +134,17 @@ def test_the_times_are_those_of_the_figures():
     memory = target.memory_bandwidth * target.achieved.memory
     flops = 2 * 1024 * 512 * 256
     square = 3 * 4096 / memory  # read twice, as two operands, and written
-    dot = max(flops / (989e12 * target.achieved.matmul), 2 * (1024 * 512 + 512 * 256 + 1024 * 256) / memory)
+    product = product_time(matmul("bfloat16", (1, 1024, 256, 512)), target)
+    dot = max(product, 2 * (1024 * 512 + 512 * 256 + 1024 * 256) / memory)
     waits = 5 * (transfer_time(gather, CLUSTER) - square - launch) + transfer_time(reduce, CLUSTER)
+    parts = 5 * square, dot, 6 * launch, waits
     np.testing.assert_allclose(times.exposed, waits, rtol=1e-12)
     np.testing.assert_allclose(times.seconds, 5 * (square + launch) + dot + launch + waits, rtol=1e-12)
     np.testing.assert_allclose(times.hidden, 5 * (square + launch), rtol=1e-12)
     assert (times.flops, times.peak) == (flops, 989e12)
+    spread = target.spread
+    off = [part * share for part, share in zip(parts, (spread.memory, spread.matmul, spread.launch, spread.link), strict=True)]
+    np.testing.assert_allclose(times.range, (times.seconds - math.hypot(*off), times.seconds + math.hypot(*off)), rtol=1e-12)
     inside, between = gather.levels
     wanted = inside / (450e9 * 0.75) + between / (50e9 * 0.75) + target.inside.latency + target.between.latency + launch
     np.testing.assert_allclose(transfer_time(gather, CLUSTER), wanted, rtol=1e-12)
