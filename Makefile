@@ -6,7 +6,7 @@ WORKERS ?= 2
 TESTS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-system test-all check docs soak bench clean help
+.PHONY: demo test test-system test-all check docs soak bench published clean help
 
 help:
 	@echo "make demo         train a CNN on digits over 8 simulated devices; results in runs/demo/"
@@ -17,6 +17,7 @@ help:
 	@echo "make docs         the documentation site, in site/"
 	@echo "make soak         20 minutes of random faults; the run must end in the same bits"
 	@echo "make bench        benchmarks; results in benchmarks/results/"
+	@echo "make published    plans of published runs, against what was measured; needs '.[gpu-compiler]'"
 	@echo "make clean        remove .venv, runs and what was built"
 
 $(STAMP): pyproject.toml
@@ -54,6 +55,9 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) benchmarks/step_overhead.py
+
+published: $(STAMP)
+	$(RUN) benchmarks/published/run.py
 
 clean:
 	rm -rf $(VENV) runs build dist site

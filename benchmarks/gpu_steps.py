@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -23,61 +22,8 @@ import spmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import reported
-from examples.gpt import named
+from benchmarks.published.models import Llama, next_token_loss
 from examples.gpt_pipeline import GPT
-
-
-class LlamaBlock(nnx.Module):
-    """Grouped queries with rotary positions, and SwiGLU, each with a residual connection (Touvron et al. 2023, arXiv:2307.09288)."""
-
-    def __init__(self, width: int, heads: int, groups: int, hidden: int, *, rngs: nnx.Rngs):
-        self.heads, self.groups, size = heads, groups, width // heads
-
-        def linear(inputs: int, outputs: int, *names: str) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=named(*names), rngs=rngs)
-
-        self.norm1, self.norm2 = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
-        self.query, self.out = linear(width, heads * size, "embed", "heads"), linear(heads * size, width, "heads", "embed")
-        self.key, self.value = linear(width, groups * size, "embed", "heads"), linear(width, groups * size, "embed", "heads")
-        self.gate, self.up = linear(width, hidden, "embed", "mlp"), linear(width, hidden, "embed", "mlp")
-        self.down = linear(hidden, width, "mlp", "embed")
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        h = self.norm1(x)
-        query, key, value = (linear(h).reshape(*x.shape[:-1], count, -1) for linear, count in self._projections())
-        mixed = spmd.nn.attention(rotated(query), rotated(key), value, causal=True)
-        x = x + self.out(mixed.reshape(*x.shape[:-1], -1))
-        h = self.norm2(x)
-        return x + self.down(nnx.silu(self.gate(h)) * self.up(h))
-
-    def _projections(self) -> tuple[tuple[nnx.Linear, int], ...]:
-        return (self.query, self.heads), (self.key, self.groups), (self.value, self.groups)
-
-
-def rotated(x: jax.Array, base: float = 500_000.0) -> jax.Array:
-    """Rotary positions of [rows, length, heads, size] (Su et al. 2021, arXiv:2104.09864)."""
-    half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    cos, sin = (function(angles)[:, None, :].astype(x.dtype) for function in (jnp.cos, jnp.sin))
-    left, right = x[..., :half], x[..., half:]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
-
-
-class Llama(nnx.Module):
-    """Embeddings and a stack of blocks; `head` maps the features of each token to logits."""
-
-    def __init__(self, *, vocab: int, width: int, depth: int, heads: int, groups: int, hidden: int, rngs: nnx.Rngs):
-        self.tokens = nnx.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
-        self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: LlamaBlock(width, heads, groups, hidden, rngs=rngs), rngs))
-        self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
-
-    def features(self, tokens: jax.Array) -> jax.Array:
-        return self.norm(self.blocks(self.tokens(tokens)))
-
-
-def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    return spmd.losses.cross_entropy_from_features(model.features(batch["tokens"]), model.head.kernel.get_value(), batch["targets"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +94,7 @@ def plan(case: Case) -> Any:
     return spmd.plan(
         lambda: size.kind(**sizes, rngs=nnx.Rngs(0)),
         {"tokens": tokens, "targets": tokens},
-        loss=loss,
+        loss=next_token_loss,
         optimizer=optax.adamw(3e-4),
         target=case.target,
         layout=layout,
