@@ -73,7 +73,7 @@ def of_chip(runs: Collection[Run], grid: Grid, held_out: dict[str, float]) -> li
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description="Fit shares of the peak to published runs.").parse_args()
     published, grid, held_out = read(), {}, {}
     runs = [run for run in published.runs if run.counted and published.dense(run)]
     for run in list(runs):

@@ -62,7 +62,6 @@ class Run:
     remat: str = ""
     attention: str | None = "auto"
     logits: bool = False
-    triton_gemm: bool = True
     kernel: str = ""
     seconds: float | None = None
     peak: float | None = None
@@ -136,8 +135,7 @@ def plan(run: Run, published: Published) -> Any:
     kind, length, cluster = sizes.pop("kind"), sizes.pop("length", 0), published.cluster(run)
     here = RUNS.parent / f"{run.layout}.toml"
     layout = spmd.Layout.load(here if here.is_file() else run.layout)
-    options = OPTIONS | ({} if run.triton_gemm else {"xla_gpu_enable_triton_gemm": False})
-    compiler = dataclasses.replace(layout.compiler, options=options)
+    compiler = dataclasses.replace(layout.compiler, options=OPTIONS)
     layout = dataclasses.replace(layout, attention=spmd.Attention(run.attention or None), remat=REMATS[run.remat], compiler=compiler)
     mesh = MeshSpec.parse(run.mesh or dict(layout.mesh)).resolve(cluster.count)
     rows = run.rows * run.accumulate * mesh.sizes["data"]
@@ -176,15 +174,8 @@ def row(run: Run, planned: Any) -> str:
     ratio = f"{times.seconds / run.seconds:.2f}" if run.seconds else ""
     peak = f"{run.peak:.1f}" if run.peak else "more than there is" if run.out_of_memory else ""
     cells = [run.id, run.source, run.model, run.target, run.mesh or run.layout, f"{run.rows} x {run.accumulate}", run.remat or "-"]
-    cells += [
-        measured,
-        f"{times.seconds:.4g} s",
-        time_range(times),
-        ratio,
-        f"{times.mfu:.1%}",
-        peak,
-        f"{memory:.1f}" + ("" if planned.fits else " (does not fit)"),
-    ]
+    cells += [measured, f"{times.seconds:.4g} s", time_range(times), ratio, f"{times.mfu:.1%}", peak]
+    cells.append(f"{memory:.1f}" + ("" if planned.fits else " (does not fit)"))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -201,15 +192,16 @@ COLUMNS = (
     "range",
     "ratio",
     "MFU",
-    "peak GiB",
+    "peak",
     "planned",
 )
 HEAD = f"| {' | '.join(COLUMNS)} |"
 
-INTRODUCTION = """Ratio: planned / measured. Plans take their shares from `spmd/planner/targets/`, two of which are fitted to these runs (matrix
-products and memory, for A100 and for H100): `published_fit.md` has the errors on sources that were not fitted to. Attention is that of the
-kernel that a run had, where that is another than cuDNN's (`[kernels]` in runs.toml). Peak memory is planned without workspaces, NCCL's
-buffers and the CUDA context; the measured peak is what PyTorch's allocator had handed out. All microbatches of a step are planned, in a loop."""
+INTRODUCTION = """Ratio: planned / measured. Rows: of a worker's microbatch, times microbatches. Peak: GiB on a device. Plans take
+their shares from `spmd/planner/targets/`, two of which are fitted to these runs (matrix products and memory, for A100 and for H100):
+`published_fit.md` has the errors on sources that were not fitted to. Attention is that of the kernel that a run had, where that is another
+than cuDNN's (`[kernels]` in runs.toml). Peak memory is planned without workspaces, NCCL's buffers and the CUDA context; the measured peak
+is what PyTorch's allocator had handed out. All microbatches of a step are planned, in a loop."""
 
 
 def summary(published: Published, ratios: Mapping[str, float], inside: Collection[str] = ()) -> list[str]:
@@ -260,10 +252,8 @@ def main() -> None:
     print(*summary(published, ratios, inside), sep="\n")
     if not args.only:
         head = reported.head("Published runs, planned", "make published", "jax", "jaxlib", "jax-cuda13-pjrt")
-        reported.write(
-            "published",
-            [*head, *lines, "", *(f"- {line}" for line in summary(published, ratios, inside)), "", INTRODUCTION, "", *notes(published)],
-        )
+        found = [f"- {line}" for line in summary(published, ratios, inside)]
+        reported.write("published", [*head, *lines, "", *found, "", INTRODUCTION, "", *notes(published)])
 
 
 if __name__ == "__main__":

@@ -447,7 +447,7 @@ class _Part:
             out_shape=[shape for shape, _ in out],
             compiler_params=triton.CompilerParams(num_warps=4 if _padded(self.call.size) <= 64 else 8, num_stages=2),
             interpret=interpret,
-            name=name,
+            name=name + ("_causal" if self.call.scoring.causal else ""),  # plans read from it how many scores are computed
         )(*arguments)
 
 

@@ -172,7 +172,7 @@ def _pairs(sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, 
 def _attention(kernel: str, flops: float, inputs: list[Array], dtype: str) -> Product:
     """The attention of a Pallas kernel. Its name says whether it leaves out what a causal mask does."""
     length = max(inputs[0].shape[1:-1], default=1)
-    backward = re.search(r"backward|bwd|dkv|dk_dv|dq", kernel) is not None
+    backward = re.search(r"backward|bwd|dkv|dk_dv|dq|dbias", kernel) is not None
     share = causal_share(length, length) if "causal" in kernel else 1.0
     scores = math.prod(inputs[0].shape[:-1]) * length
     return Product("attention_backward" if backward else "attention", dtype, flops, scores=scores, share=share)

@@ -1,6 +1,6 @@
 """How long one kernel takes on a target: a matrix product, a convolution, fused attention, or one that only reads and writes.
 
-A product is computed in tiles, one on each core at a time, so its time is that of whole waves of tiles: 109 tiles take as long on 108 cores
+A product is computed in tiles, one on each core at a time, so it takes a number of complete waves of tiles: 109 take as long on 108 cores
 as 216 (NVIDIA, Matrix Multiplication Background User's Guide, sections 2.3 and 3). The best is taken of the tiles that libraries have, and
 of numbers of parts of the depth. Shares of the peak are those of the target's `[achieved]`.
 """
@@ -16,7 +16,7 @@ WAVE = 1e-6  # seconds to fill the cores' pipelines and to write a tile's result
 # A tile of a x b elements does a b / (a + b) operations for each element that it loads. At this number, loads take as long as operations.
 BALANCED = 16.0
 EXPONENTIALS = 16  # for each core and clock (CUDA C++ Programming Guide, arithmetic instructions, compute capability 8.0 and 9.0)
-DIAGONAL = 128  # queries and keys of a block of attention; those on the diagonal are computed whole
+DIAGONAL = 128  # queries and keys of a block of attention; those on the diagonal are computed completely
 
 
 @dataclasses.dataclass(frozen=True)

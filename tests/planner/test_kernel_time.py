@@ -31,8 +31,9 @@ def wave(rows, columns, depth):
         ((108, 256, 128, 4096), (256, 128), 1, 4096),
     ],
 )
-def test_products_take_whole_waves_of_tiles(sides, tile, waves, depth):
-    np.testing.assert_allclose(product_time(matmul("bfloat16", sides), A100), waves * wave(*tile, depth), rtol=1e-12)
+def test_products_take_complete_waves_of_tiles(sides, tile, waves, depth):
+    rows, columns = tile
+    np.testing.assert_allclose(product_time(matmul("bfloat16", sides), A100), waves * wave(rows, columns, depth), rtol=1e-12)
 
 
 def test_the_depth_is_split_where_cores_would_be_idle():
@@ -63,8 +64,22 @@ def test_attention_is_computed_below_the_mask_and_counted_in_full():
         scores = 4 * 12 * 1024 * 1024
         wanted = product.share * (product.flops / (312e12 * share) + scores / special)
         np.testing.assert_allclose(product_time(product, A100), wanted, rtol=1e-12)
-        whole = dataclasses.replace(product, share=1.0)
-        assert product_time(whole, A100) > 1.7 * product_time(product, A100)
+        unmasked = dataclasses.replace(product, share=1.0)
+        assert product_time(unmasked, A100) > 1.7 * product_time(product, A100)
+
+
+@pytest.mark.parametrize("name, kind", [("forward", "attention"), ("dkv", "attention_backward"), ("dbias", "attention_backward")])
+def test_our_kernels_say_by_their_name_that_they_are_causal(name, kind):
+    products = []
+    for causal in ("", "_causal"):
+        module = parse(kernel("__gpu$xla.gpu.triton", f"jvp()/flash_attention_{name}{causal}/pallas_call"))
+        (call,) = (instr for instr in module.computations["main"] if instr.op == "custom-call")
+        products += cost_of(module, "main", call).products
+    unmasked, masked = products
+    assert (
+        unmasked.kind == masked.kind == kind and unmasked.flops == masked.flops and unmasked.scores == masked.scores == 4 * 12 * 1024 * 1024
+    )
+    assert (unmasked.share, masked.share) == (1.0, causal_share(1024, 1024))
 
 
 def test_convolutions_have_a_share_of_their_own():

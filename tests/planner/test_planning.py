@@ -33,7 +33,8 @@ from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner import compile, compile_client
 from spmd.planner.compile import compiler_of, description
 from spmd.planner.drawings import array_drawing
-from spmd.planner.target import Cluster, load, shipped
+from spmd.planner.target import Cluster, Spread, load, shipped
+from spmd.planner.text_report import time_range
 from spmd.wire.codec import CODECS
 
 pytestmark = pytest.mark.optimized
@@ -109,7 +110,7 @@ def test_report_has_its_sections():
     table = text.partition("COMMUNICATION\n")[2].partition("\n\n")[0].splitlines()
     assert table[0].split() == ["what", "collective", "over", "payload", "times", "sent/device", "where"]
     assert [line.split()[0] for line in table[2:]][:2] == ["gradients", "activations"]
-    assert "assumed: 100% of peak in products" in text
+    assert "assumed: 100% of peak (+- 25%) in products that fill the device, 100% (+- 25%) of" in text
 
 
 def test_explain_lists_moments_of_that_parameter_alone():
@@ -166,11 +167,22 @@ def test_plan_says_that_step_does_not_fit(small):
     assert plan.timeline.limit == "communication", "of this one's figures"
 
 
+def test_range_is_as_wide_as_the_target_says(tmp_path, monkeypatch, small):
+    (tmp_path / "sure.toml").write_text(SMALL + "[spread]\nmatmul = 0.01\nmemory = 0.01\nlink = 0.01\nlaunch = 0.01\n")
+    unsure, sure = make_plan(target=f"8x{small}"), make_plan(target=f"8x{tmp_path / 'sure.toml'}")
+    assert unsure.timeline.seconds == sure.timeline.seconds and unsure.timeline.deviation > 20 * sure.timeline.deviation > 0
+    for plan in (unsure, sure):
+        low, high = plan.timeline.range
+        assert low < plan.timeline.seconds < high and json.loads(plan.to_json())["timeline"]["range"] == [low, high]
+        assert f"per step ({time_range(plan.timeline)})" in str(plan) and f"({time_range(plan.timeline)})" in plan._repr_html_()
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_every_target_is_complete(name):
     """All required figures, a source for every table, and for a GPU the compiler's description."""
     target = load(name)
     assert {"memory", "flops", "inside", "between", "achieved"} <= set(target.sources)
+    assert ("spread" in target.sources) == (target.spread != Spread())
     assert target.rate("bfloat16") >= target.rate("float32") or target.platform == "cpu"
     assert target.inside.bandwidth > target.between.bandwidth
     if target.platform == "cuda":
@@ -294,12 +306,12 @@ def test_errors_say_what_where_and_how(call, wanted):
 def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong = SMALL.replace("memory = 60_000", 'memory = "much"').replace('"cpu"', '"cqu"').replace("[inside]", "[insde]")
-    (tmp_path / "mine.toml").write_text(wrong.replace("launch = 1e-9", "lunch = 1e-9"))
+    (tmp_path / "mine.toml").write_text(wrong.replace("launch = 1e-9", "lunch = 1e-9\nattention = 1.5\n[spread]\nmatmull = 0.1"))
     with pytest.raises(SpmdError) as caught:
         Cluster.parse("8xmine.toml")
     assert str(caught.value).splitlines() == [
         "mine.toml does not describe a target",
-        "6 problems:",
+        "8 problems:",
         "",
         "  inside",
         "      it is missing.",
@@ -321,6 +333,14 @@ def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
         "  [achieved] lunch",
         "      unknown key.",
         '      fix: did you mean "launch"?',
+        "",
+        "  [achieved] attention",
+        "      1.5 is a share above 1.",
+        "      fix: such as 0.6.",
+        "",
+        "  [spread] matmull",
+        "      unknown key.",
+        '      fix: did you mean "matmul"?',
     ]
 
 

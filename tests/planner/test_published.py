@@ -12,7 +12,7 @@ HEAD = '[models.small]\nkind = "gpt"\n\n[targets.mine]\nlike = "h100"\ntitle = "
 ENTRY = """
 [[runs]]
 id = "A1"
-source = "somebody"
+source = "a paper"
 of = "a page"
 hardware = "8 H100"
 target = "8xh100"
