@@ -201,8 +201,8 @@ INTRODUCTION = """Ratio: planned / measured. Rows: of a worker's microbatch, tim
 their shares from `spmd/planner/targets/`, two of which are fitted to these runs (matrix products and memory, for A100 and for H100):
 `published_fit.md` has the errors on sources that were not fitted to. Attention is that of the kernel that a run had, where that is another
 than cuDNN's (`[kernels]` in runs.toml). Peak memory is planned without workspaces, NCCL's buffers and the CUDA context; the measured peak
-is what PyTorch's allocator had handed out. All microbatches of a step are planned, in a loop. What sources leave open, and which runs do not
-count, was decided with the measured times known; only the two shares are tested on runs that they were not fitted to."""
+is what PyTorch's allocator had handed out. All microbatches of a step are planned, in a loop. What sources leave open, and which runs do
+not count, was decided with the measured times known; only the two shares are tested on runs that they were not fitted to."""
 
 
 def summary(published: Published, ratios: Mapping[str, float], inside: Collection[str] = ()) -> list[str]:
