@@ -58,7 +58,7 @@ def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trai
     trained_params = {path: leaf for path, leaf in flatten(state.params).items() if path in trainable}
     moved = 0 if on_server else 2 * tree_on_device((trained_params, state.opt))  # each is read and written
     parts = {
-        "products, divided evenly": alone.multiplying / cluster.count,
+        "matrix products, divided evenly": alone.multiplying / cluster.count,
         "reading and writing parameters": moved / (target.memory_bandwidth * target.achieved.memory),
         "gradients on the links": _reduction_time(placed, cluster, trainable),
     }
