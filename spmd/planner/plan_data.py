@@ -179,7 +179,8 @@ def _rematerialized(timeline: Timeline) -> list[str]:
     if timeline.rematerialized < WORTH_A_NOTE * timeline.seconds:
         return []
     took = f"{timeline.rematerialized * 1e3:,.3g} ms of a step"
-    return [f"note: XLA computes some results twice to save memory, which takes {took}; [remat] or more microbatches say which, and where."]
+    off = '[compiler] options = { xla_disable_hlo_passes = "rematerialization" }'
+    return [f"note: XLA computes some results twice to save memory, which takes {took}; {off} forbids it, and [remat] says what to keep."]
 
 
 def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:

@@ -92,6 +92,19 @@ class ViT(nnx.Module):
 
 @NEEDS_COMPILER
 @pytest.mark.system
+def test_what_the_note_names_forbids_to_compute_twice():
+    batch = jax.ShapeDtypeStruct((2048, 197, 768), jnp.float32)
+    options = {"loss": lambda model, batch: model(batch) ** 2, "optimizer": optax.sgd(0.1), "precision": "bfloat16", "target": "1xa10g"}
+    plan = spmd.plan(lambda: ViT(), batch, **options)
+    assert any("computes some results twice" in note for note in plan.notes)
+    chosen = spmd.Compiler(options={"xla_disable_hlo_passes": "rematerialization"})
+    forbidden = spmd.plan(lambda: ViT(), batch, layout=dataclasses.replace(spmd.Layout.load("data_parallel"), compiler=chosen), **options)
+    assert forbidden.timeline.rematerialized == 0 < plan.timeline.rematerialized
+    assert not any("computes some results twice" in note for note in forbidden.notes)
+
+
+@NEEDS_COMPILER
+@pytest.mark.system
 def test_a_program_that_triton_cannot_tile():
     batch = jax.ShapeDtypeStruct((512, 197, 768), jnp.float32)
     options = {"loss": lambda model, batch: model(batch) ** 2, "optimizer": optax.sgd(0.1), "precision": "bfloat16", "target": "1xa100_80"}
