@@ -6,9 +6,11 @@ from typing import Any
 import jax
 
 from spmd.errors import LayoutError, OptionError, Problem, closest, raise_problems
+from spmd.layout.fixes import first_names
 from spmd.layout.precision import Precision
 from spmd.layout.resolve import matching_rules
 from spmd.nn.low_precision import low_precision_product, scope_of
+from spmd.path_match import compiled
 
 LAYERS = "nnx.Linear, nnx.LinearGeneral, linen.Dense or linen.DenseGeneral"
 
@@ -73,25 +75,38 @@ class Products:
     def _problems(self, modules: list[str]) -> Iterator[Problem]:
         for index, rule in enumerate(self._rules):
             where = f'{f"line {rule.line}: " if rule.line else ""}[[precision]] rule {index + 1}, path "{rule.path}"'
-            layers = [path for path in self._layers if index in matching_rules(self._rules, path)]
-            twice = [path for path in layers if matching_rules(self._rules, path)[0] < index]
-            own = [path for path in layers if path in self._own]
-            if twice:
-                why = f"{twice[0]} has a rule already, rule {matching_rules(self._rules, twice[0])[0] + 1}."
-                yield Problem(where, [why], f'except = ["{twice[0]}"] in one of the two.', rule=index + 1, line=rule.line, kind="conflict")
-            elif own:
-                why = f"{own[0]} computes its products by a function of its own, {self._own[own[0]]}."
-                fix = f'except = ["{own[0]}"], or a model that does not set dot_general.'
-                yield Problem(where, [why], fix, rule=index + 1, line=rule.line, kind="conflict")
-            elif not any(path in self._called for path in layers):
-                others = [path for path in modules if path and index in matching_rules(self._rules, path)]
-                known = f"Layers that can: {', '.join(sorted(self._layers)[:6])}." if self._layers else "this model has no such layer."
-                if layers:
-                    why, fix = f"the loss never calls {layers[0]}.", "a layer that the loss calls as layer(x), or no such rule."
-                elif others:
-                    why, fix = f"it matches {', '.join(others[:3])}, and products can be replaced in {LAYERS} only.", known
-                else:
-                    near = closest(rule.path, self._layers)
-                    why, fix = "it matches no module of the model.", (f'did you mean "{near}"? ' if near else "") + known
-                kind = "conflict" if layers or others else "no_match"
+            named = [path for path in dict.fromkeys([*self._layers, *modules]) if path and compiled(rule.path).fullmatch(path)]
+            for excepted in rule.except_ if named else ():
+                if not any(compiled(excepted).fullmatch(path) for path in named):
+                    fix = f'did you mean "{near}"?' if (near := closest(excepted, named)) else f"one of {first_names(named)}."
+                    yield Problem(
+                        f'{where}, except "{excepted}"', ["it matches no layer of this rule."], fix, rule=index + 1, line=rule.line
+                    )
+            if found := self._problem(index, rule, named):
+                why, fix, kind = found
                 yield Problem(where, [why], fix, rule=index + 1, line=rule.line, kind=kind)
+
+    def _problem(self, index: int, rule: Precision, named: list[str]) -> tuple[str, str, str] | None:
+        """What is wrong with a rule, the fix, and the kind; `named`: modules that its path matches, excepted ones too."""
+        layers = [path for path in self._layers if index in matching_rules(self._rules, path)]
+        twice = [path for path in layers if matching_rules(self._rules, path)[0] < index]
+        own = [path for path in layers if path in self._own]
+        if twice:
+            why = f"{twice[0]} has a rule already, rule {matching_rules(self._rules, twice[0])[0] + 1}."
+            return why, f'except = ["{twice[0]}"] in one of the two.', "conflict"
+        if own:
+            why = f"{own[0]} computes its products by a function of its own, {self._own[own[0]]}."
+            return why, f'except = ["{own[0]}"], or a model that does not set dot_general.', "conflict"
+        if any(path in self._called for path in layers):
+            return None
+        known = f"layers that can: {first_names(sorted(self._layers))}." if self._layers else "this model has no such layer."
+        if layers:
+            return f"the loss never calls {layers[0]}.", "a layer that the loss calls as layer(x), or no such rule.", "conflict"
+        if any(path in self._layers for path in named):
+            return "its except leaves no layer of it.", "an except that leaves some, or no such rule.", "conflict"
+        if named:
+            return f"it matches {first_names(named)}, and products can be replaced in {LAYERS} only.", known, "conflict"
+        if any(compiled(rule.path).fullmatch(f"{path}/{name}") for path in self._layers for name in ("kernel", "bias")):
+            return "it matches parameters, and here a path names layers.", f'path = "{rule.path.rpartition("/")[0]}".', "no_match"
+        near = closest(rule.path, self._layers)
+        return "it matches no module of the model.", (f'did you mean "{near}"? ' if near else "") + known, "no_match"

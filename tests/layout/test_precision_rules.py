@@ -72,6 +72,9 @@ MISFITS = {
     "a layer that is not called": [Precision("unused", "int8")],
     "a product of its own": [Precision("own", "float8")],
     "two rules": [Precision("stack/**", "int8"), Precision("{stack/layers,tail}", "float8")],
+    "an except for nothing": [Precision("{stack,tail}/**", "int8"), Precision("tail", "int8", ("tale", "stack/layers"))],
+    "an except for all": [Precision("stack/**", "int8", ("**",))],
+    "parameters": [Precision("**/kernel", "int8"), Precision("tail/bias", "int8")],
     "a precision": [Precision("precise", "bfloat16")],
 }
 
@@ -87,6 +90,7 @@ def test_fixes_of_rules_that_do_not_fit():
     prepared(Precision("stack/layers", "int8"))
     prepared(Precision("stack/**", "int8"), Precision("{stack/layers,tail}", "float8", ("stack/layers",)))
     prepared(Precision("**", "int8", ("own", "precise")))
+    prepared(Precision("tail", "int8"))
     with pytest.raises(LayoutError, match="own computes"):
         prepared(Precision("**", "int8", ("precise",)))
 
