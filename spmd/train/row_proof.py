@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spmd.jaxpr import scanned
-from spmd.nn import chunked_attention
+from spmd.nn import scoring
 from spmd.train import chunked_cross_entropy
 from spmd.train.row_rules import RULES
 from spmd.train.row_values import SIMPLE, Fixed, PerRow, Sizes, Summed, Value, joined, moved_dim, simple
@@ -25,7 +25,7 @@ MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object 
 OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 JAX = str(Path(jax.__file__).parent)
 CHUNKED = chunked_cross_entropy.__file__
-ATTENTION = chunked_attention.__file__
+ATTENTION = scoring.__file__
 SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -104,7 +104,7 @@ class Walk(Sizes):
         if name in OWN_GRADIENT and _defined_in(one) == CHUNKED and None not in values:
             return [_sum_over_tokens(values)]
         if name in OWN_GRADIENT and _defined_in(one) == ATTENTION:
-            draws = any(jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in one.invars)
+            draws = any(var.aval.dtype == np.uint32 for var in one.invars)  # the count of its random numbers
             return [None if draws else _attention_of_rows(values)]
         if name in OWN_GRADIENT and not _row_by_row(one) and not all(isinstance(value, Fixed) for value in values):
             return [None] * len(one.outvars)  # its gradient is not in the trace

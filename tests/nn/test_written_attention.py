@@ -152,7 +152,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_is_computed_in_tiles(name, monkeypatch):
     """With the same numbers and gradients."""

@@ -36,6 +36,7 @@ def notes(products, target):
     return [note for note in planned(products, target).notes if "products in" in note]
 
 
+@pytest.mark.system
 def test_a_program_for_cpus_has_no_products_in_float8():
     (note,) = notes("float8", "2xcpu")
     assert note == f"note: [[precision]] asks for products in float8, and the program multiplies float32 in {', '.join(LAYERS)}."

@@ -83,7 +83,7 @@ def factor_dtypes(trainer):
 
 FSDP = dataclasses.replace(spmd.Layout.load("fsdp"), gradients=spmd.Gradients("reduce_scatter", gather="layer"))
 ONE, SAME = {"mesh": "data=1"}, 1e-6
-QUICK = ("gathered by layer", "microbatches")
+QUICK = ("gathered by layer",)
 MESHES = {
     "data": {},
     "compiler": {"layout": spmd.Layout()},
@@ -116,7 +116,7 @@ def test_float8_does_not_depend_on_where_weights_are():
         assert furthest(train(trainer_of("float8", **sharded)), wanted) < SAME < 1e-4 < furthest(wanted, plain)
 
 
-@pytest.mark.parametrize("model", [lambda: Net(), LinenNet()], ids=["nnx", "linen"])
+@pytest.mark.parametrize("model", [lambda: Net(), pytest.param(LinenNet(), marks=pytest.mark.system)], ids=["nnx", "linen"])
 def test_every_layer_follows_the_rule(model):
     for products, (forward, backward) in {
         "float8": ("float8_e4m3fn", "float8_e5m2"),
@@ -131,6 +131,7 @@ def test_every_layer_follows_the_rule(model):
     assert only.count(("int8", "int8")) == 1 and len(only) == len(plain)
 
 
+@pytest.mark.system
 def test_evaluation_and_prediction_use_the_same_products():
     ours, one, plain = (predicted(trainer) for trainer in (trainer_of("int8"), trainer_of("int8", **ONE), trainer_of(None)))
     np.testing.assert_allclose(ours, one, rtol=0, atol=SAME)
