@@ -168,6 +168,8 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:
             why = "nothing reads it: " + ('under reduction "compiler" XLA reduces gradients itself.' if auto else "no codec here does.")
-            fix = 'leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".'
+            sharded = field.name in ("weights", "gather", "accumulate")
+            other = 'reduction = "reduce_scatter"' if sharded else 'such as  reduction = "all_reduce"  codec = "bfloat16"'
+            fix = f"leave it out, or {other}."
             conflicts.append(Conflict(field.name, why, fix, kind="unread_key"))
     return conflicts

@@ -168,6 +168,21 @@ UNREAD = {
         in_python("all_reduce", diagnostics=True),
         [table('codec = "bfloat16"\ndiagnostics = true')],
     ),
+    "a gather under the compiler": (
+        table('gather = "layer"', "compiler"),
+        in_python("compiler", gather="layer"),
+        [table('gather = "layer"', "reduce_scatter"), table("", "compiler")],
+    ),
+    "accumulation under the compiler": (
+        table('accumulate = "local"', "compiler"),
+        in_python("compiler", accumulate="local"),
+        [table('accumulate = "local"', "reduce_scatter")],
+    ),
+    "a format of weights under the compiler": (
+        table('weights = "bfloat16"', "compiler"),
+        in_python("compiler", weights="bfloat16"),
+        [table('weights = "bfloat16"\n[default]\nparams = "shard:data"', "reduce_scatter")],
+    ),
     "unknown format of weights": (
         table('weights = "bf16"', "reduce_scatter"),
         in_python("reduce_scatter", weights="bf16"),
