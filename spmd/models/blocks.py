@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.models.base import LAYER_PARAMS
 from spmd.tree import Tree, flatten
 
+INSIDE = "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
 RunBlock = Callable[[dict[str, Any], Tree], tuple[Tree, Tree]]  # (parameters by name, other variables) -> (outputs, what the call keeps)
 
 
@@ -85,7 +86,7 @@ class BlockTrace(BlockCalls):
         """`function()`, a call of this block."""
         self.order.append(path)
         if tracers.current_trace() != self._trace:
-            self.reasons[path] = "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
+            self.reasons[path] = INSIDE
         self._inside = True
         try:
             return function()

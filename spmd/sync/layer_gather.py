@@ -5,6 +5,7 @@ Zhao et al. 2023, arXiv:2304.11277, of ZeRO-3 (Rajbhandari et al. 2020, arXiv:19
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 from spmd.errors import LayoutError, Problem, raise_problems
 from spmd.jaxpr import uses
 from spmd.models.base import LAYER_PARAMS, Model
-from spmd.models.blocks import BlockTrace, block_groups
+from spmd.models.blocks import INSIDE, BlockTrace, block_groups
 from spmd.path_match import matches
 from spmd.specs import Spec, entry_axes, keep_axes, pspec
 from spmd.sync.gradient_plan import GradientSpec
@@ -26,6 +27,7 @@ from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.sharded import Gathering
 
 AUTO_BYTES = 128 * 2**20  # of a model's stacks and blocks on one device, from which on `gather = "auto"` gathers one layer at a time
+ANOTHER = "that of another block is, "  # gathered in full: its path follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +167,9 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree,
     Raises:
       LayoutError: the layout asks for `gather = "layer"`, and a parameter of a layer cannot be gathered so.
     """
-    if not _by_layer(sync):
-        return sync, []
     declared, placements = sync.resolved.layout.gradients, sync.resolved.placements
+    if not _by_layer(sync):
+        return sync, _not_used(sync)
     called = [group for group in blocks.groups if {*group} & {*blocks.order}]
     owners = {path: block for path in placements for group in called for block in group if path.startswith(f"{block}/")}
     numbers = {
@@ -179,8 +181,9 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree,
         reasons |= _reasons_of_group(blocks, group, [path for path in found if owners.get(path) in group], reasons)
     if declared.gather == "layer":
         headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of stacks, and equal blocks, one by one'
-        problems = [Problem(path, [f"{why}."], 'gather = "auto".', path=path, kind="conflict") for path, why in reasons.items()]
-        raise_problems(LayoutError, headline, problems)
+        raise_problems(LayoutError, headline, _problems(reasons, owners, called))
+        if not found:
+            return sync, _not_used(sync)
     elif sum(placements[path].nbytes for path in found) < AUTO_BYTES:
         return sync, []
     by_layer, notes = frozenset(found.keys() - reasons.keys()), []
@@ -199,6 +202,50 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree,
     return dataclasses.replace(sync, layerwise=by_layer, blocks=groups), notes
 
 
+def _not_used(sync: GradientSync) -> list[str]:
+    """Why `gather = "layer"` finds no parameter, if the layout asks for it."""
+    if sync.resolved.layout.gradients.gather != "layer":
+        return []
+    data_axes = ", ".join(sync.mesh_axes.data_axes)
+    nothing = f"the loss calls no stack of layers and no list of equal blocks that is sharded over {data_axes}"
+    why = nothing if sync.reduction.manual else "there is one worker"
+    return [f'note: [gradients] gather = "layer" is not used: {why}.']
+
+
+def _problems(reasons: Mapping[str, str], owners: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> list[Problem]:
+    """One for each cause in a stack, or in a group of equal blocks, of why parameters are gathered in full."""
+    patterns = {block: _pattern(group) for group in groups for block in group}
+    causes: dict[tuple[str, str], list[str]] = {}
+    for path, why in reasons.items():
+        block = owners.get(path)
+        where = patterns[block] if block else path.partition("/layers/")[0].partition("/cells/")[0]
+        cause = why.replace(f"{block}/", "")
+        if why.startswith(ANOTHER):
+            source = why.removeprefix(ANOTHER)
+            cause = reasons[source].replace(f"{owners[source]}/", "")
+        causes.setdefault((where, cause), []).append(path)
+    problems = []
+    for (where, _), paths in causes.items():
+        first = min(paths, key=lambda path: reasons[path].startswith(ANOTHER))
+        why, of_block = reasons[first], any(reasons[first].startswith(f"{block}: ") for block in owners.values())
+        if len(paths) > 1 and not of_block:
+            why = f"{first}: {why}"
+        recompute = f' Or [remat] modules = ["{where}"] in place of what recomputes them in the model.' if INSIDE in why else ""
+        place = (first, first) if len(paths) == 1 else (f"{where}, {len(paths)} parameters", where)
+        problems.append(Problem(place[0], [f"{why}."], f'gather = "auto".{recompute}', path=place[1], kind="conflict"))
+    return problems
+
+
+def _pattern(group: tuple[str, ...]) -> str:
+    """Of paths that differ in a number at their end, as "blocks/*"; else the paths.
+
+    >>> _pattern(("blocks/10", "blocks/11")), _pattern(("layers_0", "layers_1")), _pattern(("encode", "decode"))
+    ('blocks/*', 'layers_*', 'encode", "decode')
+    """
+    prefix = os.path.commonprefix(group).rstrip("0123456789")
+    return f"{prefix}*" if all(path.removeprefix(prefix).isdigit() for path in group) else '", "'.join(group)
+
+
 def _size(sync: GradientSync, paths: Iterable[str]) -> str:
     return format_bytes(sum(sync.resolved.placements[path].nbytes for path in paths))
 
@@ -215,7 +262,7 @@ def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[st
     alike = set.intersection(*names.values())
     refused = {name: path for block in group for name in names[block] if (path := f"{block}/{name}") in reasons}
     return {
-        path: f"that of another block is, {refused[name]}" if name in refused else "that of another block is not sharded over workers"
+        path: f"{ANOTHER}{refused[name]}" if name in refused else "that of another block is not sharded over workers"
         for block in group
         for name in names[block]
         if (path := f"{block}/{name}") not in reasons and (name in refused or name not in alike)

@@ -25,6 +25,7 @@ from tests.train.test_layer_gather import (
     train,
     trainer_of,
 )
+from tests.train.test_layer_gather import Net as StackNet
 
 HIDDEN = 28
 KERNEL = "blocks/1/down/kernel"
@@ -202,7 +203,7 @@ class CountingNet(Net):
         ({"net": lambda: Net(order=(0, 1, 3))}, "blocks/2: it is called 0 times"),
         ({"net": lambda: Checkpointed()}, "it is called inside of a transformation of JAX"),
         ({"net": lambda: CountingNet()}, "its call changes attributes"),
-        ({"remat": spmd.Remat(modules=("blocks/*/up",))}, "[remat] recomputes only a part of its layer, blocks/1/up"),
+        ({"remat": spmd.Remat(modules=("blocks/*/up",))}, "[remat] recomputes only a part of its layer, blocks/0/up"),
         ({"codec": "int8", "start_step": 3}, "[gradients] start_step is about full gradients"),
     ],
 )
@@ -219,6 +220,80 @@ def test_what_is_no_block_is_refused_or_gathered_in_full(options, why, monkeypat
     assert any("parameters of blocks" in note and "gathered in full" in note for note in trainer.notes())
     if set(options) & {"loss", "net"}:
         assert_close(params(train(trainer)[0]), params(train(trainer_of("data_parallel", mesh="data=1", **rest))[0]))
+
+
+class LinenCheckpointed(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=True):
+        for number in range(3):
+            x = linen.remat(LinenBlock)(name=f"layers_{number}")(x, 1.0)
+        return linen.Dense(3)(x)
+
+
+def refused(net, loss=loss, **declared):
+    with pytest.raises(LayoutError) as error:
+        trainer_of(sharded("layer", **declared), net=net, loss=loss).prepare(batch())
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "why"),
+    [
+        ({"net": lambda: Net(order=(0, 1, 2, 3, 1, 1))}, "blocks/*, 20 parameters", "blocks/1: it is called 3 times."),
+        ({"net": lambda: Net(), "loss": penalised}, "blocks/*, 4 parameters", "blocks/1/up/kernel: the loss reads it outside of its block"),
+        (
+            {"net": lambda: Net(), "codec": "power_sgd", "error_feedback": True},
+            "blocks/*, 8 parameters",
+            "blocks/0/down/kernel: codec power_sgd keeps a state.",
+        ),
+        (
+            {"net": lambda: StackNet(), "codec": "power_sgd", "error_feedback": True},
+            "stack, 2 parameters",
+            "stack/layers/down/kernel: codec power_sgd keeps a state.",
+        ),
+    ],
+)
+def test_one_cause_is_one_problem_of_a_list_of_blocks_or_a_stack(options, where, why):
+    (problem,) = refused(**options).problems
+    assert problem.where == where and problem.why[0].startswith(why) and problem.fix == 'gather = "auto".'
+
+
+@pytest.mark.parametrize(("own", "without", "path"), [(Checkpointed, Net, KERNEL), (LinenCheckpointed, LinenNet, "layers_1/down/kernel")])
+def test_blocks_that_the_model_recomputes_itself_are_gathered_once_the_layout_names_them(own, without, path):
+    (problem,) = refused(lambda: own()).problems
+    (modules,) = re.findall(r'\[remat\] modules = \["(.*)"\] in place of', problem.fix)
+    assert path in gathered_by_layer(trainer_of(sharded("layer", remat=spmd.Remat(modules=(modules,))), net=lambda: without()))
+
+
+class NoBlocks(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+NOTHING = "the loss calls no stack of layers and no list of equal blocks that is sharded over data"
+
+
+@pytest.mark.parametrize(
+    ("net", "replicated", "mesh", "why"),
+    [
+        (lambda: NoBlocks(), False, "data=8", NOTHING),
+        (lambda: Net(order=()), False, "data=8", NOTHING),
+        (lambda: Net(), True, "data=8", NOTHING),
+        (lambda: StackNet(), True, "data=8", NOTHING),
+        (lambda: Net(), False, "data=1", "there is one worker"),
+    ],
+)
+def test_a_gather_by_layer_that_applies_to_nothing_is_said(net, replicated, mesh, why):
+    layout = sharded("layer")
+    layout = dataclasses.replace(layout, default=spmd.Layout.load("data_parallel").default) if replicated else layout
+    trainer = trainer_of(layout, mesh, net=net)
+    assert not gathered_by_layer(trainer)
+    assert f'note: [gradients] gather = "layer" is not used: {why}.' in trainer.notes()
+    assert not any("is not used" in note for note in trainer_of(sharded("layer"), net=lambda: Net()).notes())
 
 
 def test_notes_say_what_is_gathered_block_by_block(monkeypatch):
