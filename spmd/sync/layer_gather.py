@@ -5,13 +5,12 @@ Zhao et al. 2023, arXiv:2304.11277, of ZeRO-3 (Rajbhandari et al. 2020, arXiv:19
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from spmd.errors import LayoutError, Problem, raise_problems
+from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.jaxpr import uses
 from spmd.models.base import LAYER_PARAMS, Model
 from spmd.models.blocks import INSIDE, BlockTrace, block_groups
@@ -214,36 +213,38 @@ def _not_used(sync: GradientSync) -> list[str]:
 
 def _problems(reasons: Mapping[str, str], owners: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> list[Problem]:
     """One for each cause in a stack, or in a group of equal blocks, of why parameters are gathered in full."""
-    patterns = {block: _pattern(group) for group in groups for block in group}
-    causes: dict[tuple[str, str], list[str]] = {}
+    patterns = {block: _patterns(group) for group in groups for block in group}
+    causes: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for path, why in reasons.items():
         block = owners.get(path)
-        where = patterns[block] if block else path.partition("/layers/")[0].partition("/cells/")[0]
+        modules = patterns[block] if block else (path.partition("/layers/")[0].partition("/cells/")[0],)
         cause = why.replace(f"{block}/", "")
         if why.startswith(ANOTHER):
             source = why.removeprefix(ANOTHER)
             cause = reasons[source].replace(f"{owners[source]}/", "")
-        causes.setdefault((where, cause), []).append(path)
+        causes.setdefault((modules, cause), []).append(path)
     problems = []
-    for (where, _), paths in causes.items():
+    for (modules, _), paths in causes.items():
         first = min(paths, key=lambda path: reasons[path].startswith(ANOTHER))
         why, of_block = reasons[first], any(reasons[first].startswith(f"{block}: ") for block in owners.values())
         if len(paths) > 1 and not of_block:
             why = f"{first}: {why}"
-        recompute = f' Or [remat] modules = ["{where}"] in place of what recomputes them in the model.' if INSIDE in why else ""
-        place = (first, first) if len(paths) == 1 else (f"{where}, {len(paths)} parameters", where)
-        problems.append(Problem(place[0], [f"{why}."], f'gather = "auto".{recompute}', path=place[1], kind="conflict"))
+        where = first if len(paths) == 1 else join_names(modules)
+        count = "" if len(paths) == 1 else f", {len(paths)} parameters"
+        named = '", "'.join(modules)
+        recompute = f' Or [remat] modules = ["{named}"] in place of what recomputes them in the model.' if INSIDE in why else ""
+        problems.append(Problem(f"{where}{count}", [f"{why}."], f'gather = "auto".{recompute}', path=where, kind="conflict"))
     return problems
 
 
-def _pattern(group: tuple[str, ...]) -> str:
-    """Of paths that differ in a number at their end, as "blocks/*"; else the paths.
+def _patterns(group: tuple[str, ...]) -> tuple[str, ...]:
+    """What matches these paths: one pattern if they differ in a number at their end, else all of them.
 
-    >>> _pattern(("blocks/10", "blocks/11")), _pattern(("layers_0", "layers_1")), _pattern(("encode", "decode"))
-    ('blocks/*', 'layers_*', 'encode", "decode')
+    >>> _patterns(("blocks/10", "blocks/11")), _patterns(("layers_0", "layers_1")), _patterns(("encode", "decode"))
+    (('blocks/*',), ('layers_*',), ('encode', 'decode'))
     """
-    prefix = os.path.commonprefix(group).rstrip("0123456789")
-    return f"{prefix}*" if all(path.removeprefix(prefix).isdigit() for path in group) else '", "'.join(group)
+    stems = {path.rstrip("0123456789") for path in group}
+    return (f"{stem}*",) if len(stems) == 1 and (stem := stems.pop()) else group
 
 
 def _size(sync: GradientSync, paths: Iterable[str]) -> str:

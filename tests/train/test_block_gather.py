@@ -15,6 +15,7 @@ import spmd
 from spmd.errors import LayoutError
 from tests.train.test_layer_gather import (
     WIDTH,
+    Net as StackNet,
     assert_close,
     batch,
     check_residual,
@@ -25,7 +26,6 @@ from tests.train.test_layer_gather import (
     train,
     trainer_of,
 )
-from tests.train.test_layer_gather import Net as StackNet
 
 HIDDEN = 28
 KERNEL = "blocks/1/down/kernel"
