@@ -326,7 +326,15 @@ def type_name(value: object) -> str:
     """
     if value is None:
         return "None"
-    name = type(value).__name__
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """A name with its article.
+
+    >>> with_article("Attention"), with_article("Remat")
+    ('an Attention', 'a Remat')
+    """
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 

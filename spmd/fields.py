@@ -5,7 +5,7 @@ import json
 import types
 from typing import Any
 
-from spmd.errors import OptionError, type_name
+from spmd.errors import OptionError, short_repr, type_name
 
 PLAIN = (str, int, float, bool, type(None))
 
@@ -52,6 +52,19 @@ def wrong_type(declared: Any, name: str, wanted: str) -> OptionError:
     """The error for a field whose value has the wrong type."""
     value = getattr(declared, name)
     return OptionError(f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}; wanted {wanted}.")
+
+
+def as_rules(declared: Any, name: str, kind: type) -> None:
+    """Make a tuple of a dataclass's rules; a list is taken, too.
+
+    Raises:
+      OptionError: it is none, or it holds something else than rules of this kind.
+    """
+    value, owner = getattr(declared, name), type(declared).__name__
+    if not isinstance(value, tuple | list) or not all(isinstance(rule, kind) for rule in value):
+        known = f"{name}=(spmd.{kind.__name__}(...),)"
+        raise OptionError(f"{owner}: {name}={short_repr(value)}.", fix=f"a tuple of spmd.{kind.__name__}, such as {known}.")
+    object.__setattr__(declared, name, tuple(value))
 
 
 def names(value: Any) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import OptionError, type_name
-from spmd.fields import Conflict, check_types, names
+from spmd.fields import Conflict, as_rules, check_types, names
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
 
@@ -79,10 +79,9 @@ class Gradients:
         reserved = tuple(f.name for f in dataclasses.fields(self))
         object.__setattr__(self, "options", _pairs(self.options, "Gradients", reserved))
         object.__setattr__(self, "exact_axes", names(self.exact_axes))
-        rules = (self.rules,) if isinstance(self.rules, GradientRule) else self.rules
-        if not isinstance(rules, tuple | list) or not all(isinstance(rule, GradientRule) for rule in rules):
-            raise OptionError(f"Gradients: rules={rules!r}.", fix="a tuple of spmd.GradientRule.")
-        object.__setattr__(self, "rules", tuple(rules))
+        if isinstance(self.rules, GradientRule):
+            object.__setattr__(self, "rules", (self.rules,))
+        as_rules(self, "rules", GradientRule)
 
     @property
     def choices(self) -> list[tuple[int | None, str, Any]]:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from spmd.fields import Conflict, names, wrong_type
+from spmd.fields import Conflict, as_rules, names
 
 SAVES = ("everything", "dots", "dots_no_batch", "nothing", "offload")
 
@@ -39,8 +39,7 @@ class Remat:
             names(self.save)
         for field in ("modules", "offload"):
             object.__setattr__(self, field, names(getattr(self, field)))
-        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Remat) for rule in self.rules):
-            raise wrong_type(self, "rules", "a tuple of Remat")
+        as_rules(self, "rules", Remat)
 
     @property
     def saves(self) -> str | tuple[str, ...]:

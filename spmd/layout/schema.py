@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, type_name
-from spmd.fields import names
+from spmd.errors import OptionError, type_name, with_article
+from spmd.fields import as_rules, names
 from spmd.layout.compiler import Compiler
 from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
@@ -47,6 +47,9 @@ class Batch:
 
     spec: Spec = ("data",)
     rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self):
+        as_rules(self, "rules", Rule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +144,11 @@ class Layout:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), type(field.default)
             if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-                raise OptionError(f"Layout: {field.name}={value!r} is {type_name(value)}.", fix=f"a {kind.__name__}.")
+                home = "spmd.layout.schema" if kind is Batch else "spmd"
+                fix = f"{with_article(kind.__name__)}, such as {field.name}={home}.{kind.__name__}(...)."
+                raise OptionError(f"Layout: {field.name}={value!r} is {type_name(value)}.", fix=fix)
+        for name, kind in (("params", Rule), ("activations", Rule), ("precision", Precision)):
+            as_rules(self, name, kind)
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":

@@ -112,7 +112,7 @@ class NnxModel(Model):
             if change is not None:
                 sub.__class__ = _with_changed_outputs(type(sub), change)
             if callable(sub) and path:
-                sub.__class__ = _scoped(type(sub), path.rpartition("/")[2])
+                sub.__class__ = _scoped(type(sub), _scope_of(path))
         return module
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
@@ -191,6 +191,16 @@ def _with_changed_outputs(kind: type, change: Callable[[Any], Any]) -> type:
         return change(kind.__call__(self, *args, **kwargs))  # type: ignore[operator]
 
     return _subclass(kind, "Changed", __call__)
+
+
+def _scope_of(path: str) -> str:
+    """The last name in a module's path; that of a list's member begins with the list's, which is not called and has no scope of its own.
+
+    >>> _scope_of("decoder/blocks/0"), _scope_of("decoder/blocks/0/attn")
+    ('blocks/0', 'attn')
+    """
+    *parents, last = path.split("/")
+    return f"{_scope_of('/'.join(parents))}/{last}" if parents and last.isdigit() else last
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmd.errors import DataError, LayoutError, OptionError, did_you_mean
+from spmd.errors import DataError, LayoutError, OptionError, did_you_mean, short_repr
 from spmd.layout.fixes import near_multiples
 from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.nn.attention_kernels import AS_WRITTEN, KERNELS, Attend, choose
@@ -65,7 +66,7 @@ def attention(
       [rows, length, heads, head_dim], in the dtype and sharding of the query.
 
     Raises:
-      OptionError: shapes do not match; the implementation is not there, or does not take them.
+      OptionError: shapes or dtypes do not match; an option is out of range; the implementation is not there, or does not take them.
       LayoutError: the same of the layout's implementation.
       DataError: the devices of the axis (twice that in balanced order) do not divide a length.
 
@@ -78,7 +79,8 @@ def attention(
     arrays = ScoreArrays(_four_dims(mask), _four_dims(bias), key_mask, key_lengths, segments)
     _check(query, key, value, arrays)
     _check_dropout(dropout, dropout_key)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    _check_numbers(scale, soft_cap)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scoring = Scoring(scale, causal, _window(window), soft_cap, dropout)
     if dropout and dropout_key is not None:
         scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -243,14 +245,30 @@ def _check_dropout(dropout: float, key: jax.Array | None) -> None:
         raise OptionError(f"attention: dropout={dropout} without a key.", fix="dropout_key=rngs.dropout(), or dropout=0 in evaluation.")
 
 
+def _check_numbers(scale: Any, soft_cap: Any) -> None:
+    """Check the numbers that change scores: a kernel has them in its program."""
+    if scale is not None and not _is_number(scale):
+        fix = "a number, such as 1 / math.sqrt(head_dim); of an array: scale=1.0, and the query times it."
+        raise OptionError(f"attention: scale={short_repr(scale)}.", fix=fix)
+    if soft_cap is not None and not (_is_number(soft_cap) and soft_cap > 0):
+        raise OptionError(f"attention: soft_cap={short_repr(soft_cap)}.", fix="a number above 0, such as 50.0, or None.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _check(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArrays) -> None:
-    """Check that shapes match."""
+    """Check that shapes and dtypes match."""
+    shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
     matches = query.ndim == key.ndim == 4 and key.shape == value.shape
     matches = matches and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and query.shape[2] % max(key.shape[2], 1) == 0
     if not matches:
-        shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
         fix = "[rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, "
         raise OptionError(f"attention: {shown}.", fix=f"{fix}and heads that divide the query's.")
+    if not query.dtype == key.dtype == value.dtype or not jnp.issubdtype(query.dtype, jnp.floating) or query.dtype.itemsize < 2:
+        fix = "one dtype for all three: bfloat16, float16 or float32; key.astype(query.dtype) changes one."
+        raise OptionError(f"attention: {shown}.", fix=fix)
     rows, length, heads, _ = query.shape
     by_query, by_key = (rows, length), key.shape[:2]
     if arrays.key_mask is not None and (arrays.key_mask.shape != by_key or arrays.key_mask.dtype != bool):

@@ -114,12 +114,13 @@ def time_range(times: Timeline) -> str:
 def seconds(value: float) -> str:
     """A time in a readable unit.
 
-    >>> seconds(0.0123), seconds(4e-6)
-    ('12.3 ms', '4 us')
+    >>> seconds(0.0123), seconds(4e-6), seconds(0.9996e-3)  # rounding may reach the next unit
+    ('12.3 ms', '4 us', '1 ms')
     """
-    if value >= 1:
+    shown = float(f"{value:.3g}")
+    if shown >= 1:
         return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    return f"{value * 1e3:.3g} ms" if shown >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
 def explanation(plan: PlanData, path: str) -> Text:

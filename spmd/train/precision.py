@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import OptionError, did_you_mean
+from spmd.layout.precision import PRODUCTS
 from spmd.tree import Tree
 
 PRECISIONS = {"float32": None, "bfloat16": jnp.bfloat16}
@@ -16,7 +17,9 @@ def compute_dtype(precision: str) -> "jnp.dtype | None":
     True
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise OptionError(f'no precision "{precision}".', fix=f"{did_you_mean(str(precision), PRECISIONS)} Known: {', '.join(PRECISIONS)}.")
+        of_layout = f'products of weights in {precision} are of the layout: [[precision]] rules, spmd.Precision("**", "{precision}").'
+        fix = f"float32 or bfloat16; {of_layout}" if precision in PRODUCTS else did_you_mean(str(precision), PRECISIONS)
+        raise OptionError(f'no precision "{precision}".', fix=fix)
     return PRECISIONS[precision]
 
 

@@ -12,6 +12,7 @@ from spmd import Precision
 from spmd.errors import LayoutError, OptionError
 from spmd.layout.precision import PRODUCTS
 from spmd.layout.toml_reader import dumps, loads
+from spmd.train.precision import compute_dtype
 
 X = np.zeros((8, 16), np.float32)
 
@@ -113,3 +114,32 @@ def test_a_layer_that_only_the_loss_multiplies_is_a_note():
     trainer.prepare(X)
     assert "note: [[precision]] leaves unused as the model computes it, because the loss never calls it." in trainer.notes()
     assert jnp.float32 == trainer.init().params["stack"]["layers"]["kernel"].dtype, "weights stay in float32"
+
+
+RULES = {"params": spmd.Rule("**", ("data",)), "activations": spmd.Rule("**", ("data",)), "precision": Precision("**", "int8")}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_are_a_tuple_or_a_list(name):
+    rule = RULES[name]
+    assert spmd.Layout(**{name: [rule]}) == spmd.Layout(**{name: (rule,)}) != spmd.Layout()
+    kind = type(rule).__name__
+    for value in (rule, "float8", None, ({"path": "**"},)):
+        with pytest.raises(OptionError, match=rf"Layout: {name}=") as caught:
+            spmd.Layout(**{name: value})
+        assert caught.value.fix == f"a tuple of spmd.{kind}, such as {name}=(spmd.{kind}(...),)."
+
+
+def test_precision_of_fit_names_the_rules_for_products():
+    with pytest.raises(OptionError) as caught:
+        compute_dtype("int8")
+    said = 'no precision "int8".\n    fix: float32 or bfloat16; products of weights in int8 are of the layout: '
+    assert str(caught.value) == said + '[[precision]] rules, spmd.Precision("**", "int8").'
+    with pytest.raises(OptionError, match=r'no precision "bfloat"\.\n    fix: did you mean "bfloat16"\?$'):
+        compute_dtype("bfloat")
+
+
+def test_fix_for_a_table_of_the_wrong_type_has_its_article():
+    with pytest.raises(OptionError) as caught:
+        spmd.Layout(attention="auto")
+    assert str(caught.value) == "Layout: attention='auto' is a str.\n    fix: an Attention, such as attention=spmd.Attention(...)."

@@ -271,6 +271,9 @@ BAD = {
     "key mask": {"key_mask": jnp.ones((ROWS, 12), bool)},
     "key lengths": {"key_lengths": jnp.ones((ROWS, 1), jnp.int32)},
     "segments": {"segment_ids": jnp.ones((ROWS, 13))},
+    "scale of letters": {"scale": "x"},
+    "soft cap of nothing": {"soft_cap": 0.0},
+    "soft cap below zero": {"soft_cap": -1.0},
 }
 
 
@@ -280,6 +283,26 @@ def test_invalid_arguments_raise(name, golden):
         spmd.nn.attention(*inputs()[:3], **BAD[name])
     golden(f"attention_{name.replace(' ', '_')}", str(caught.value))
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked", None])
+@pytest.mark.parametrize(
+    ("dtypes", "shown"),
+    [
+        (("bfloat16", "float32", "float32"), "query bfloat16[2, 13, 4, 8], key float32[2, 13, 2, 8], value float32[2, 13, 2, 8]"),
+        (("int32", "int32", "int32"), "query int32[2, 13, 4, 8], key int32[2, 13, 2, 8], value int32[2, 13, 2, 8]"),
+    ],
+)
+def test_other_dtypes_are_refused_by_every_implementation(dtypes, shown, implementation):
+    arrays = [x.astype(dtype) for x, dtype in zip(inputs()[:3], dtypes, strict=True)]
+    with pytest.raises(OptionError) as caught:
+        spmd.nn.attention(*arrays, implementation=implementation)
+    fix = "one dtype for all three: bfloat16, float16 or float32; key.astype(query.dtype) changes one."
+    assert str(caught.value) == f"attention: {shown}.\n    fix: {fix}"
+    query, key, value = (x.astype("bfloat16") for x in arrays)
+    scale = 1 / np.sqrt(8)  # of numpy: float64, which must not widen the result
+    out = spmd.nn.attention(query, key, value, implementation=implementation, scale=scale, dropout_key=KEY)
+    assert out.dtype == "bfloat16"
 
 
 def interpreted(**options):

@@ -435,7 +435,7 @@ def test_training_equals_that_without_the_table(model, layout, mesh, options, mo
     assert ours == pytest.approx(plain, abs=2e-6) and plain[0] > plain[2] + 0.1
     assert worst(ours_after, plain_after) < 1e-5
     assert any((a != b).any() for a, b in zip(ours_after, plain_after, strict=True)), "the arms differ"
-    names = {Unrolled: "attn, 0/attn", Blocks: "0/attn, 1/attn and 1 more", Stacked: "blocks/layers/attn"}[model]
+    names = {Unrolled: "attn, layers/0/attn", Blocks: "layers/0/attn, layers/1/attn and 1 more", Stacked: "blocks/layers/attn"}[model]
     names = "layers/attn" if "stage" in mesh else names
     assert f"attention in {names} is written out, and is replaced." in trainer.notes()
     if layout == "fsdp":
