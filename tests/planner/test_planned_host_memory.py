@@ -100,6 +100,7 @@ def test_moments_on_the_host_leave_the_device():
     assert "copies with the host" not in str(device)
 
 
+@pytest.mark.system
 @gpu_compiler
 def test_offloaded_activations_leave_the_device():
     layers = ("stack/layers",)

@@ -116,7 +116,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_layers_gathered_in_their_loop_train_as_on_one_device(case):
     options = dict(CASES[case])
@@ -144,7 +144,7 @@ CODECS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("accumulate", "mode"), [(1, "auto"), (2, "reduced"), (2, "local")])
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate, mode):
@@ -189,6 +189,7 @@ def test_recurrent_layers_are_gathered_one_by_one(dropout):
     assert re.search(rf"f32\[4,{WIDTH},{3 * WIDTH}\]\S* all-gather", full)
 
 
+@pytest.mark.system
 def test_residuals_of_layers_serve_the_next_step_and_are_restored(tmp_path):
     layout = sharded("layer", codec="int8", options={"block": 64}, error_feedback=True)
     trainer = trainer_of(layout)
@@ -365,6 +366,7 @@ def test_weights_are_gathered_in_the_dtype_of_the_computation():
     assert dtypes("all_gather") == dtypes("dot_general") == {"bfloat16"}
 
 
+@pytest.mark.system
 def test_memory_of_gathered_weights_does_not_grow_with_the_layers():
     def temporaries(gather, layers):
         program, _ = trainer_of(sharded(gather), net=lambda: Net(layers)).prepare(batch())
@@ -377,6 +379,7 @@ def test_memory_of_gathered_weights_does_not_grow_with_the_layers():
     assert by_layer < 16 * (kept + one_layer / 2)
 
 
+@pytest.mark.system
 def test_layers_that_are_recomputed_keep_their_inputs_only():
     def temporaries(layers):
         layout = sharded("layer", remat=spmd.Remat(modules=("stack/layers",)))

@@ -116,6 +116,7 @@ def test_float8_does_not_depend_on_where_weights_are():
         assert furthest(train(trainer_of("float8", **sharded)), wanted) < SAME < 1e-4 < furthest(wanted, plain)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("model", [lambda: Net(), pytest.param(LinenNet(), marks=pytest.mark.system)], ids=["nnx", "linen"])
 def test_every_layer_follows_the_rule(model):
     for products, (forward, backward) in {
