@@ -36,6 +36,7 @@ GPU_DEFAULTS = {"latency_hiding": True}
 # Beside them, where layers of a stack are gathered in their loop. Gathers of several weights are one operation: XLA waits for each before
 # it begins the next, and computes nothing in between. The loop's two copies of a layer's parameters take turns, where they would be copied.
 LAYERWISE_DEFAULTS = {"combine_all_gather": "256 MiB", "double_buffering": True}
+TRITON = "xla_gpu_enable_triton_gemm"  # without which a plan compiles again what XLA cannot tile
 UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNROLLING_NO_UNROLL"}
 
 

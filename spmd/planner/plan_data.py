@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from spmd.errors import OptionError, did_you_mean
 from spmd.fields import as_toml
-from spmd.layout.compiler import compiler_notes
+from spmd.layout.compiler import TRITON, compiler_notes
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
@@ -118,8 +118,10 @@ def build_plan(
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
     if compiled.retried:
-        added = ", ".join(f"{name}={as_toml(value)}" for name, value in compiled.options.items() if name not in program.compiler_options)
-        notes.append(f"note: compiled with {added}, because XLA, which tunes nothing without a GPU, failed: {compiled.retried}.")
+        changed = {name: value for name, value in compiled.options.items() if program.compiler_options.get(name) != value}
+        with_ = ", ".join(f"{name}={as_toml(value)}" for name, value in changed.items())
+        fix = "XLA tunes nothing without a GPU" if TRITON in changed else "fit needs [compiler] double_buffering = false"
+        notes.append(f"note: compiled with {with_}, because XLA failed: {compiled.retried}; {fix}.")
     overlaps = compiled.exact and placed.platform != "cpu"  # XLA:CPU runs every collective synchronously
     notes += [*(_waits(timeline) if overlaps else []), *_rematerialized(timeline)]
     notes += precision_notes(module, placed.products.layers)

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.layout.compiler import TRITON, UNROLLING
 from spmd.mesh import MeshSpec
 from spmd.planner.compile import PLUGIN
-from spmd.planner.compile_server import TRITON, TRITON_ERROR, without_triton
+from spmd.planner.compile_server import BUFFERING_ERROR, TRITON_ERROR, other_options
 from spmd.planner.hlo import parse
 from spmd.planner.plan_data import _rematerialized, _waits
 from spmd.planner.target import Cluster
@@ -67,14 +68,18 @@ def test_what_xla_computes_twice():
     assert _rematerialized(timeline_of(parse(PROGRAM.replace(".remat", "")), MESH, CLUSTER, ("data",))) == []
 
 
-def test_only_a_product_that_triton_cannot_tile_is_compiled_again():
+def test_which_errors_of_xla_are_compiled_again():
     error = f"INTERNAL: {TRITON_ERROR} that satisfy hlo: %dot = f32[3,3] dot(%a, %b), metadata={{op_name=...}}\nmore"
-    assert without_triton(error, {}, "") == {
+    assert other_options(error, {}, "") == {
         "options": {TRITON: False},
         "retried": f"INTERNAL: {TRITON_ERROR} that satisfy hlo: %dot = f32[3,3] dot(%a, %b)",
     }
-    assert not without_triton("INTERNAL: something else", {}, "")
-    assert not without_triton(error, {TRITON: True}, "") and not without_triton(error, {}, f"--{TRITON}=true")
+    assert not other_options("INTERNAL: something else", {}, "")
+    assert not other_options(error, {TRITON: True}, "") and not other_options(error, {}, f"--{TRITON}=true")
+    name = "xla_gpu_enable_while_loop_unrolling"
+    unscheduled = f"INTERNAL: RET_CHECK failure: get-tuple-element.1034 {BUFFERING_ERROR} loop_add_fusion.1"
+    assert other_options(unscheduled, {name: UNROLLING[True]}, "")["options"] == {name: UNROLLING[False]}
+    assert not other_options(unscheduled, {name: UNROLLING[False]}, "")
 
 
 class ViT(nnx.Module):
@@ -110,7 +115,7 @@ def test_a_program_that_triton_cannot_tile():
     options = {"loss": lambda model, batch: model(batch) ** 2, "optimizer": optax.sgd(0.1), "precision": "bfloat16", "target": "1xa100_80"}
     plan = spmd.plan(lambda: ViT(), batch, **options)
     assert plan.compiled.options[TRITON] is False and TRITON_ERROR in plan.compiled.retried
-    assert any(note.startswith(f"note: compiled with {TRITON}=false, because XLA, which tunes nothing") for note in plan.notes)
+    assert any(note.startswith(f"note: compiled with {TRITON}=false, because XLA failed: ") for note in plan.notes)
     chosen = dataclasses.replace(spmd.Layout.load("data_parallel"), compiler=spmd.Compiler(options={TRITON: True}))
     with pytest.raises(spmd.SpmdError, match=TRITON_ERROR):
         spmd.plan(lambda: ViT(), batch, layout=chosen, **options)
