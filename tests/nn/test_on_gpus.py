@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
@@ -16,6 +17,16 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
 )
+
+
+@pytest.fixture(autouse=True)
+def without_compilation_cache():
+    """Programs for a GPU that is not there can be kept, but not loaded."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 class Deep(nnx.Module):
@@ -91,16 +102,6 @@ def test_layers_compute_while_others_are_gathered_and_reduced():
     assert "[4,32,2048,2048]" not in program and not re.search(r"\[(8192|4,2048),50304\]", program)  # scores, logits of all tokens
 
 
-@pytest.fixture
-def unsaved():
-    """Programs for a GPU that is not there can be kept, but not loaded."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
-
-
 LENGTH = 1280
 SIZES = [
     ("1xh100", "bfloat16", 128, LENGTH),
@@ -111,7 +112,6 @@ SIZES = [
 
 
 @pytest.mark.system
-@pytest.mark.usefixtures("unsaved")
 @pytest.mark.parametrize("options", ["causal", "all"])
 @pytest.mark.parametrize(("target", "dtype", "size", "length"), SIZES)
 def test_flash_kernels_fit_a_gpu(target, dtype, size, length, options):
