@@ -1,4 +1,4 @@
-"""The `[compiler]` table: options of XLA under plain names or their own, the defaults for GPUs, and which of them a platform has."""
+"""The `[compiler]` table: options of XLA under plain names or their own, the defaults, and which of them a platform has."""
 
 import dataclasses
 import os
@@ -36,6 +36,10 @@ GPU_DEFAULTS = {"latency_hiding": True}
 # Beside them, where layers of a stack are gathered in their loop. Gathers of several weights are one operation: XLA waits for each before
 # it begins the next, and computes nothing in between. The loop's two copies of a layer's parameters take turns, where they would be copied.
 LAYERWISE_DEFAULTS = {"combine_all_gather": "256 MiB", "double_buffering": True}
+# On CPUs with several devices. XLA:CPU runs independent operations at once, and lets a collective begin once a loop before it has begun:
+# one device may reach it before the collectives in that loop, others after, and they wait until XLA ends the process (seen with jaxlib
+# 0.11). In programs that its other scheduler orders, this does not happen. Simulated devices share cores anyway.
+CPU_DEFAULTS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 TRITON = "xla_gpu_enable_triton_gemm"  # without which a plan compiles again what XLA cannot tile
 UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNROLLING_NO_UNROLL"}
 
@@ -116,10 +120,11 @@ def _valid_size(value: int | str) -> bool:
         return False
 
 
-def xla_options(compiler: Compiler, platform: str, *, layerwise: bool = False) -> dict[str, Any]:
+def xla_options(compiler: Compiler, platform: str, *, devices: int = 1, layerwise: bool = False) -> dict[str, Any]:
     """The options to compile with on a platform, by XLA's names, as Python values: defaults, then keys, then the layout's own options.
 
     Args:
+      devices: how many the program runs on.
       layerwise: whether the layers of a stack are gathered in their loop.
 
     >>> xla_options(Compiler(combine_all_gather="1 GiB"), "cuda")["xla_gpu_all_gather_combine_threshold_bytes"]
@@ -128,8 +133,10 @@ def xla_options(compiler: Compiler, platform: str, *, layerwise: bool = False) -
     {}
     """
     chosen: dict[str, Any] = {}
+    flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
+    if platform == "cpu" and devices > 1:
+        chosen = {name: value for name, value in CPU_DEFAULTS.items() if name not in flags}
     if platform in GPU:
-        flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
         defaults = GPU_DEFAULTS | (LAYERWISE_DEFAULTS if layerwise else {})
         defaults = {key: value for key, value in defaults.items() if not {*XLA_NAMES[key]} & {*flags, *dict(compiler.options)}}
         for key, value in (defaults | compiler.keys).items():

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from spmd.fields import as_toml
+from spmd.layout.compiler import CPU_DEFAULTS
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.plan_data import PlanData
@@ -52,7 +53,7 @@ def headline(plan: PlanData) -> str:
         f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
         f"{plan.memory.verdict.rstrip('.')}; {sent} sent by each device per step; {step}, {plan.rows_per_second:,.0f} rows/s.",
     ]
-    if options := plan.compiled.options:
+    if options := {name: value for name, value in plan.compiled.options.items() if CPU_DEFAULTS.get(name) != value}:
         lines.insert(1, f"compiler options: {', '.join(f'{name}={as_toml(value)}' for name, value in options.items())}")
     return "\n".join(lines)
 

@@ -98,7 +98,8 @@ class Program:
         self._parallel = dataclasses.replace(placed.parallel, unroll=self._unroll, schedules={}, notes={})
         self._outside = dataclasses.replace(self._parallel, gather_layer=LayerReplicate(self.sync) if self.sync.layerwise else None)
         layerwise = bool(self.sync.layerwise)
-        self.compiler_options = xla_options(placed.resolved.layout.compiler, placed.platform, layerwise=layerwise)  # by XLA's names
+        options = placed.resolved.layout.compiler
+        self.compiler_options = xla_options(options, placed.platform, devices=placed.mesh.size, layerwise=layerwise)  # by XLA's names
         self._jit = functools.partial(jax.jit, compiler_options=self.compiler_options)
         self._compiled: dict[tuple, Callable] = {}
         self._traced_inputs: set[Any] = set()  # signatures of inputs that the model was traced on
@@ -385,7 +386,7 @@ def prepare_program(placed: PlacedModel, sample: Tree) -> Program:
     check_leaves(sample, "the batch")
     placed.learn(sample)
     if not isinstance(placed.mesh, AbstractMesh):
-        options = xla_options(placed.resolved.layout.compiler, placed.platform, layerwise=True)
+        options = xla_options(placed.resolved.layout.compiler, placed.platform, devices=placed.mesh.size, layerwise=True)
         check_compiler_options(options, placed.resolved.layout.source, SingleDeviceSharding(placed.mesh.local_devices[0]))
     check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.config.accumulate)  # after the layout's own problems
     program = Program(placed, sample)

@@ -11,7 +11,7 @@ import pytest
 import spmd
 from spmd import api
 from spmd.errors import CompileError, OptionError
-from spmd.layout.compiler import GPU_DEFAULTS, THRESHOLDS, UNROLLING, XLA_NAMES, Compiler, compiler_notes, xla_options
+from spmd.layout.compiler import CPU_DEFAULTS, GPU_DEFAULTS, THRESHOLDS, UNROLLING, XLA_NAMES, Compiler, compiler_notes, xla_options
 from spmd.layout.toml_reader import dumps, loads
 from tests.layout.applied import MODEL, X, Y, error_text, fits
 
@@ -75,9 +75,17 @@ def test_defaults_are_for_gpus_and_give_way_to_the_layout_and_to_xla_flags(monke
     assert xla_options(Compiler(latency_hiding=True), "gpu") == {name: True}
 
 
+def test_cpus_that_wait_for_each_other_order_their_programs(monkeypatch):
+    (name,) = CPU_DEFAULTS
+    assert xla_options(Compiler(), "cpu", devices=8) == CPU_DEFAULTS and xla_options(Compiler(), "gpu", devices=8).keys() & {name} == set()
+    assert xla_options(Compiler(options={name: "CPU_SCHEDULER_TYPE_DEFAULT"}), "cpu", devices=8) == {name: "CPU_SCHEDULER_TYPE_DEFAULT"}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=CPU_SCHEDULER_TYPE_DEFAULT")
+    assert xla_options(Compiler(), "cpu", devices=8) == {}
+
+
 def test_plain_names_are_not_used_on_cpus_and_a_note_says_so():
     trainer = fits("[compiler]\nlatency_hiding = true\ncommand_buffers = false\n")
-    assert trainer._program.compiler_options == {}
+    assert trainer._program.compiler_options == CPU_DEFAULTS
     note = "note: [compiler] latency_hiding, command_buffers: for GPUs, not used on cpu."
     assert [line for line in trainer.notes() if "[compiler]" in line] == [note]
     assert not compiler_notes(EVERY_KEY, "gpu") and not compiler_notes(Compiler(options={"xla_cpu_enable_fast_math": True}), "cpu")
@@ -159,7 +167,7 @@ def test_training_with_the_table_gives_the_same_bits():
     plain, _ = fit(spmd.Layout(mesh=(("data", -1),)))
     keys = dataclasses.replace(EVERY_KEY, options={"xla_cpu_enable_fast_math": False})
     tabled, result = fit(spmd.Layout(compiler=keys, mesh=(("data", -1),)))
-    assert result.trainer._program.compiler_options == {"xla_cpu_enable_fast_math": False}
+    assert result.trainer._program.compiler_options == CPU_DEFAULTS | {"xla_cpu_enable_fast_math": False}
     jax.tree.map(np.testing.assert_array_equal, plain, tabled)
 
 
@@ -188,7 +196,8 @@ def plan(layout, target="2xcpu"):
 
 def test_plan_compiles_with_the_options_and_prints_them():
     planned = plan(spmd.Layout(compiler=Compiler(latency_hiding=True, options={"xla_backend_optimization_level": 1})))
-    assert planned.compiled.options == {"xla_backend_optimization_level": 1} == json.loads(planned.to_json())["compiler_options"]
+    options = CPU_DEFAULTS | {"xla_backend_optimization_level": 1}
+    assert planned.compiled.options == options == json.loads(planned.to_json())["compiler_options"]
     assert "\ncompiler options: xla_backend_optimization_level=1\n" in str(planned)
     assert "<br>compiler options: xla_backend_optimization_level=1</p>" in planned._repr_html_()
     assert "note: [compiler] latency_hiding: for GPUs, not used on cpu." in planned.notes
