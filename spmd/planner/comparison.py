@@ -55,6 +55,7 @@ def compare(*plans: Plan) -> Comparison:
     figures = {
         "rows of a batch": [plan.rows for plan in plans],
         "peak memory": [plan.memory.peak for plan in plans],
+        "beside the program": [plan.memory.expected - plan.memory.peak for plan in plans],
         "parameters": [plan.memory.parameters for plan in plans],
         "optimizer": [plan.memory.optimizer for plan in plans],
         "temporaries": [plan.memory.temporaries for plan in plans],

@@ -18,7 +18,7 @@ from spmd.tree import format_bytes
 SHOWN = 64  # at most this many nodes, and devices of a node, are drawn
 MEMORY = {  # in a device's memory: what is drawn, and its colour
     "parameters": "a", "optimizer": "c", "exchange": "d", "statistics": "f", "batch": "e", "constants": "g", "fresh": "h", "gradients": "i",
-    "activations and copies": "b",
+    "activations and copies": "b", "beside": "j",
 }  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def memory_bar(plan: PlanData) -> str:
     memory = plan.memory
     gradients = min(memory.gradients, memory.temporaries)
     sizes = memory.per_device | {"gradients": gradients, "activations and copies": memory.temporaries - gradients}
-    scale = WIDTH / max(memory.capacity, memory.peak)
+    sizes["beside"] = memory.expected - memory.peak
+    scale = WIDTH / max(memory.capacity, memory.expected)
     x, parts = 0.0, []
     shown = [name for name in MEMORY if sizes[name]]
     for number, name in enumerate(shown):

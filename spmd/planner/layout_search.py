@@ -332,8 +332,8 @@ class SearchRun:
                 limit = Reason(f"not compiled, for {len(self.plans)} were, and others promised more", "limit")
                 yield candidate, self.reasons.get(candidate) or self._why_skip(candidate) or limit
             elif not self.plans[candidate].fits:
-                peak = format_bytes(self.plans[candidate].memory.peak)
-                yield candidate, Reason(f"compiled, and does not fit: {peak}", "memory")
+                needed = format_bytes(self.plans[candidate].memory.expected)
+                yield candidate, Reason(f"compiled, and does not fit: {needed}", "memory")
 
     def _open_family(self, family: int) -> None:
         """Enqueue a layout's first possible group, the nearest to what it declares; the others follow once it is planned."""
@@ -393,7 +393,7 @@ class SearchRun:
             if plan.fits and other.remat_level <= candidate.remat_level and other.accumulate <= candidate.accumulate:
                 return Reason("saves memory unnecessarily: it fits with fewer microbatches or less recomputation")
             if other.remat_level == candidate.remat_level and candidate.accumulate > other.accumulate:
-                least = plan.least_peak(candidate.accumulate)
+                least = plan.least_memory(candidate.accumulate)
                 if least > capacity:
                     return Reason(f"{format_bytes(least)} even if its microbatches divided all temporaries except gradients")
         return None

@@ -1,6 +1,7 @@
 """The memory of one device in a step, by what it holds, compared with its capacity."""
 
 import dataclasses
+import math
 import os
 import re
 from collections import Counter
@@ -10,20 +11,25 @@ import jax
 from spmd.layout.resolve import num_shards
 from spmd.planner.compile import Compiled
 from spmd.planner.hlo import Module, arrays_of, plain_scopes
-from spmd.planner.target import Target
+from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
+from spmd.planner.target import Cluster, Target
 from spmd.specs import spec_axes
 from spmd.train.compiled_step import Program
 from spmd.train.device_memory import in_host_memory, on_device, tree_on_device
 from spmd.tree import Tree, flatten, format_bytes, nbytes
 
-TIGHT = 0.92  # of a device's memory; above it, drivers, NCCL and fragmentation may need the rest
-PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+LIKELY = 0.95  # how likely a step fits that is not called tight
+DEVIATIONS = 1.645  # of a normal distribution, to either side, within which are nine in ten
+TIGHT = 0.92  # of a device's memory, where a target does not say what else is needed beside the program
+PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless one of these variables says otherwise
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LARGEST = 8  # temporaries that are listed
 TITLES = {  # of fields of `Memory` in reports, where they differ from the field's name
     "exchange": "codecs and servers",
     "statistics": "statistics, keys, step",
     "constants": "constants in the program",
     "fresh": "results not in the state",
+    "beside": "beside the program",
 }
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)")
 
@@ -44,6 +50,8 @@ class Memory:
       capacity: the device's memory.
       unread: arrays of the state that a step does not read, which XLA does not count.
       largest: (bytes, array, scope in the program) of the largest temporaries; they share memory, so they do not add up.
+      items: what the device's memory is needed for, as expected, and how far off that may be: the program, and what is beside it.
+      pool: bytes of a GPU that JAX allocates from, by default or as `pool_is_set` in the environment; None on other devices.
     """
 
     parameters: int
@@ -60,74 +68,165 @@ class Memory:
     capacity: int
     unread: int
     largest: tuple[tuple[int, str, str], ...]
+    items: tuple[Item, ...]
+    pool: int | None
+    pool_is_set: bool
+
+    @property
+    def expected(self) -> int:
+        """Bytes that are expected to be needed, with those beside the program."""
+        return round(total(self.items)[0])
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Between these are the bytes that are needed, with a likelihood of nine in ten."""
+        expected, deviation = total(self.items)
+        return round(expected - DEVIATIONS * deviation), round(expected + DEVIATIONS * deviation)
+
+    @property
+    def inside(self) -> tuple[Item, ...]:
+        """What JAX allocates."""
+        return tuple(item for item in self.items if item.pool)
+
+    @property
+    def outside(self) -> tuple[Item, ...]:
+        """What the CUDA driver and libraries allocate on their own account."""
+        return tuple(item for item in self.items if not item.pool)
+
+    @property
+    def likelihood(self) -> float:
+        """How likely the step fits: on a GPU in the part that JAX allocates from, and in what that leaves."""
+        if self.pool is None:
+            return likelihood(self.items, self.capacity)
+        pool = self._best_pool or self.pool
+        return likelihood(self.inside, pool) * likelihood(self.outside, self.capacity - pool)
 
     @property
     def headroom(self) -> int:
-        """Memory left on the device; negative if the step does not fit."""
-        return self.capacity - self.peak
+        """Memory that is expected to be left; negative if the step does not fit."""
+        left = self.capacity - self.expected
+        if self.pool is None or not self.pool_is_set:
+            return left
+        return min(left, round(self.pool - total(self.inside)[0]), round(self.capacity - self.pool - total(self.outside)[0]))
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in the device's memory."""
-        return self.headroom >= 0
+        """Whether the step is more likely to fit than not."""
+        return self.likelihood >= 0.5
+
+    @property
+    def _best_pool(self) -> float | None:
+        """Bytes that JAX should allocate from, so that both sides are equally likely to have enough; None if it need not be changed."""
+        if self.pool is None or self.pool_is_set or likelihood(self.inside, self.pool) >= LIKELY:
+            return None
+        (inside, spread), (outside, other) = total(self.inside), total(self.outside)
+        room = self.capacity - inside - outside
+        return inside + (min(3 * spread, room * spread / (spread + other)) if spread + other else 0.0)
+
+    @property
+    def fraction(self) -> float | None:
+        """The share of a GPU's memory that JAX must be given for the step to fit; None if it has enough, or nothing would do."""
+        return None if self._best_pool is None or not self.fits else math.ceil(100 * self._best_pool / self.capacity) / 100
 
     @property
     def per_device(self) -> dict[str, int]:
         """All figures by name, in bytes."""
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "largest"}
-        return sizes | {"headroom": self.headroom}
+        others = ("largest", "items", "pool", "pool_is_set")
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in others}
+        return sizes | {"expected": self.expected, "headroom": self.headroom}
 
     @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers."""
-        share = f"{format_bytes(self.peak)} of {format_bytes(self.capacity)} ({self.peak / self.capacity:.1%})"
+        share = f"{format_bytes(self.expected)} of {format_bytes(self.capacity)} ({self.expected / self.capacity:.1%})"
+        sure = not total(self.items)[1]
+        low, high = map(format_bytes, self.range)
+        share += "" if sure else f", from {low} to {high} in nine cases of ten"
+        chance = "" if sure else f" with {percent(self.likelihood if self.fits else 1 - self.likelihood)} likelihood"
+        share += f", if JAX may use {self.fraction:.0%} of it" if self.fraction else ""
         if not self.fits:
-            return f"DOES NOT FIT: {share}; {format_bytes(-self.headroom)} too much on each device."
-        if self.peak > TIGHT * self.capacity:
+            left = f"{format_bytes(-self.headroom)} too much" if self.headroom < 0 else f"only {format_bytes(self.headroom)} left"
+            return f"DOES NOT FIT{chance}: {share}; {left} on each device."
+        if self.likelihood < LIKELY:
+            return f"tight: fits{chance}: {share}."
+        if sure and self.expected > TIGHT * self.capacity:
             return f"tight: {share}; drivers, NCCL and fragmentation need some as well."
-        return f"fits: {share}."
+        return f"fits{chance}: {share}."
 
     def __str__(self) -> str:
         parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
-        rows = [(TITLES.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
-        rows += [("  of which gradients", self.gradients), ("peak", self.peak)]
-        rows += [("in the host's memory", self.host)] if self.host else []
-        lines = [*(f"{title:<26}{format_bytes(size):>12}" for title, size in rows), self.verdict]
+        sizes = [(TITLES.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
+        rows = [(title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]]
+        program, *beside = self.items
+        rows.append(("peak", self.peak, f"  +- {format_bytes(round(program.deviation))}" if program.deviation else ""))
+        rows += [(item.title, round(item.expected), _deviation(item)) for item in beside]
+        rows += [("expected", self.expected, "")] if beside else []
+        rows += [("in the host's memory", self.host, "")] if self.host else []
+        lines = [*(f"{title:<26}{format_bytes(size):>12}{more}" for title, size, more in rows), self.verdict]
         if self.largest:
             lines += ["", "largest temporaries (they share memory; sizes do not add up):"]
             lines += [f"  {format_bytes(size):>10}  {array}  {where}" for size, array, where in self.largest]
         return "\n".join(lines)
 
 
+def _deviation(item: Item) -> str:
+    if not item.deviation and item.pool:
+        return ""
+    return f"  +- {format_bytes(round(item.deviation))}{'' if item.pool else ', outside of what JAX allocates'}"
+
+
+def percent(likelihood: float) -> str:
+    """A likelihood, never rounded to certainty.
+
+    >>> percent(0.973), percent(0.99999)
+    ('97%', 'more than 99%')
+    """
+    return "more than 99%" if likelihood > 0.99 else f"{likelihood:.0%}"
+
+
+def memory_fraction() -> float | None:
+    """The share of a GPU's memory that the environment has JAX allocate from; None if it does not say."""
+    chosen = next((value for name in FRACTIONS if (value := os.environ.get(name))), None)
+    return None if chosen is None else float(chosen)
+
+
 def usable_memory(target: Target) -> int | None:
     """Bytes that programs may use on each device, as a device would report them to `fit`; None for CPUs, which do not."""
-    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or PREALLOCATED) if target.platform == "cuda" else 1.0
-    return None if target.platform == "cpu" else int(fraction * target.memory)
+    if target.platform == "cuda":
+        return int((memory_fraction() or PREALLOCATED) * target.memory)
+    return None if target.platform == "cpu" else int(target.memory - target.overhead.runtime.expected)
 
 
-def memory_of(program: Program, compiled: Compiled, module: Module, target: Target) -> Memory:
+def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Cluster) -> Memory:
     """The memory of a compiled step."""
+    target = cluster.target
     state, batch, weights, events = program.arguments
     sizes = compiled.sizes
     arguments = tree_on_device((state, batch, weights, events))
     unread = max(arguments - sizes["argument"], 0)
     fresh = sizes["output"] - sizes["alias"]
     constants = sum(int(size) for size in re.findall(r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE))
+    peak, batch_size = arguments + constants + fresh + sizes["temp"] + sizes["generated_code"], tree_on_device((batch, weights, events))
+    beside = overhead_items(module, cluster, batch_size)
+    own, lost = program_items(target.overhead, peak, sizes["temp"], exact=compiled.exact)
     return Memory(
         parameters=tree_on_device(state.params),
         optimizer=tree_on_device(state.opt),
         exchange=tree_on_device(state.exchange),
         statistics=tree_on_device((state.stats, state.rngs, state.key, state.step)),
-        batch=tree_on_device((batch, weights, events)),
+        batch=batch_size,
         gradients=_gradients(program, state.params),
         temporaries=sizes["temp"],
         constants=constants,
         fresh=fresh,
         host=sum(on_device(leaf) for leaf in jax.tree.leaves(state) if in_host_memory(leaf)) + sizes.get("host_temp", 0),
-        peak=arguments + constants + fresh + sizes["temp"] + sizes["generated_code"],
+        peak=peak,
         capacity=target.memory,
         unread=unread,
         largest=_largest(compiled.buffers, module),
+        items=(own, *([lost] if lost.expected else []), *beside),
+        pool=usable_memory(target) if target.platform == "cuda" else None,
+        pool_is_set=target.platform == "cuda" and memory_fraction() is not None,
     )
 
 
@@ -135,12 +234,12 @@ def _gradients(program: Program, params: Tree) -> int:
     """Bytes of reduced gradients, sharded as the reduction leaves them."""
     placed = program.placed
     resolved, mean_spec = placed.resolved, placed.exchange.reduction.mean_spec
-    total = 0
+    size = 0
     for path, leaf in flatten(params).items():
         place = resolved.placements[path]
         axes = {*spec_axes(mean_spec(place)), *(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes)}
-        total += nbytes(leaf) // num_shards(tuple(axes), resolved.mesh)
-    return total
+        size += nbytes(leaf) // num_shards(tuple(axes), resolved.mesh)
+    return size
 
 
 def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:

@@ -20,7 +20,7 @@ from spmd.planner.cost import uncounted
 from spmd.planner.cudnn import cudnn_of
 from spmd.planner.hlo import parse
 from spmd.planner.low_precision import precision_notes
-from spmd.planner.memory import Memory, memory_of, usable_memory
+from spmd.planner.memory import Memory, memory_of
 from spmd.planner.model_flops import LargeProducts, large_products, model_flops, trace_model
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, Wait, timeline_of
@@ -71,10 +71,10 @@ class PlanData:
         """Predicted throughput of all devices together, in rows of the batch per second."""
         return self.rows / self.timeline.seconds if self.timeline.seconds else 0.0
 
-    def least_peak(self, accumulate: int) -> float:
-        """A lower bound on a device's peak bytes with more microbatches: all temporaries except gradients shrink in proportion."""
+    def least_memory(self, accumulate: int) -> float:
+        """A lower bound on a device's bytes with more microbatches: all temporaries except gradients shrink in proportion."""
         divisible = max(self.memory.temporaries - self.memory.gradients, 0)
-        return self.memory.peak - divisible * (1 - self.program.placed.config.accumulate / accumulate)
+        return self.memory.expected - divisible * (1 - self.program.placed.config.accumulate / accumulate)
 
     def parameter(self, path: str) -> Any:
         """A parameter's shape and sharding.
@@ -112,7 +112,7 @@ def build_plan(
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)
     traffic = traffic_of(module, mesh, cluster, data_axes)
-    memory = memory_of(program, compiled, module, cluster.target)
+    memory = memory_of(program, compiled, module, cluster)
     widened = precision if precision != "float32" and not compiled.exact else ""
     timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=model_flops(model) / cluster.count, widened=widened)
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
@@ -206,8 +206,7 @@ def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Clust
         lines.append(
             f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; traffic and time are those of such a step."
         )
-    if (usable := usable_memory(cluster.target)) is not None and usable < memory.peak <= memory.capacity:
-        share = math.ceil(100 * memory.peak / memory.capacity) / 100
-        reserved = f"JAX uses {usable / memory.capacity:.0%} of a GPU's memory"
-        lines.append(f"note: {reserved}; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f} or more.")
+    if memory.pool is not None and memory.fraction is not None:
+        reserved = f"JAX uses {memory.pool / memory.capacity:.0%} of a GPU's memory"
+        lines.append(f"note: {reserved}; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION={memory.fraction:.2f}.")
     return lines

@@ -38,7 +38,7 @@ class Fix(Generic[PlanT]):
             return f"{self.change}: {self.why}"
         memory, step = self.plan.memory, f"{seconds(self.plan.timeline.seconds)} per step"
         verdict = "fits" if self.fits else "does not fit"
-        return f"{self.change}: {verdict}, {format_bytes(memory.peak)} of {format_bytes(memory.capacity)}, {step}"
+        return f"{self.change}: {verdict}, {format_bytes(memory.expected)} of {format_bytes(memory.capacity)}, {step}"
 
 
 def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix[PlanT], ...]:
@@ -95,7 +95,7 @@ def _microbatches(plan: PlanData) -> _Changes:
     placed = plan.program.placed
     parts = placed.exchange.worker_count * (plan.layout.pipeline.microbatches or 1)
     counts = [count for count in microbatches(plan.rows, parts) if count > placed.config.accumulate]
-    possible = [count for count in counts if plan.least_peak(count) <= plan.memory.capacity]
+    possible = [count for count in counts if plan.least_memory(count) <= plan.memory.capacity]
     for count in (possible or counts[-1:])[:3]:
         yield f"accumulate={count}", {"accumulate": count}
 

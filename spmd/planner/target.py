@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.errors import OptionError, Problem, did_you_mean, raise_problems, type_name
 
@@ -27,8 +27,10 @@ _TABLES = {
     "achieved": ("matmul", "memory", "link", "launch"),
     "compiler": _GPU,
     "spread": (),
+    "overhead": (),
 }
 _OPTIONAL = {"achieved": _MORE_SHARES, "spread": ("matmul", "memory", "link", "launch", "convolution", "attention")}
+_OPTIONAL |= {"overhead": ("runtime", "communicator", "peer", "workspace", "convolution", "fragmentation", "temporaries")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,35 @@ class Spread:
     attention: float = 0.25
 
 
+class Estimate(NamedTuple):
+    """What is expected, and its standard deviation."""
+
+    expected: float = 0.0
+    deviation: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Overhead:
+    """What a step uses of a device's memory beside what XLA plans.
+
+    Attributes:
+      runtime: bytes of the CUDA context with its kernels; on a TPU, those that its runtime keeps for itself.
+      communicator: bytes of NCCL's buffers for each group of devices that communicates.
+      peer: bytes of NCCL's buffers for each device of the same node that is sent to directly.
+      workspace, convolution: bytes of a library's workspace, for a matrix product and for a convolution.
+      fragmentation: the share of a program's memory that the allocator cannot use.
+      temporaries: the share of a program's temporaries by which XLA's own figure is off.
+    """
+
+    runtime: Estimate = Estimate()
+    communicator: Estimate = Estimate()
+    peer: Estimate = Estimate()
+    workspace: Estimate = Estimate()
+    convolution: Estimate = Estimate()
+    fragmentation: Estimate = Estimate()
+    temporaries: Estimate = Estimate()
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """One kind of device.
@@ -87,6 +118,7 @@ class Target:
       inside, between: links to devices of the same node, and to other nodes.
       achieved: the shares of these figures that programs achieve.
       spread: how far off these shares may be.
+      overhead: what a step uses of the memory beside what XLA plans; nothing if a target does not say.
       compiler: XLA:GPU's description of a GPU; for a TPU, libtpu's name and the number of dims of a slice.
       sources: the source of each figure.
     """
@@ -101,6 +133,7 @@ class Target:
     between: Link
     achieved: Achieved
     spread: Spread = Spread()
+    overhead: Overhead = Overhead()
     devices_per_node: int = 8
     compiler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -187,6 +220,16 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
+def of_device(kind: str) -> Target | None:
+    """The shipped target that a GPU is, by the name that it reports; None for other devices.
+
+    >>> target = of_device("NVIDIA H100 80GB HBM3")
+    >>> target.name if target else "", of_device("cpu")
+    ('h100', None)
+    """
+    return next((target for target in map(load, shipped()) if target.platform == "cuda" and target.compiler["name"] == kind), None)
+
+
 def load(name: str) -> Target:
     """A target by its name, or by the path of a TOML file.
 
@@ -205,13 +248,16 @@ def load(name: str) -> Target:
     parsed: dict[str, Any] = {key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in ("inside", "between")}
     parsed |= {"name": path.stem, "achieved": Achieved(**table["achieved"])}
     parsed |= {"spread": Spread(**table["spread"])} if "spread" in table else {}
+    parsed |= {"overhead": Overhead(**{key: Estimate(*pair) for key, pair in table.get("overhead", {}).items()})}
     return Target(**(table | parsed))
 
 
 def _problems(table: dict[str, Any]) -> list[Problem]:
     """Missing and unknown keys and wrong values in a target's file."""
     fields = {field.name: field for field in dataclasses.fields(Target) if field.name != "name"}
-    optional = {"devices_per_node", "sources", "spread"} | ({"compiler"} if table.get("platform") not in ("cuda", "tpu") else set())
+    optional = {"devices_per_node", "sources", "spread", "overhead"} | (
+        {"compiler"} if table.get("platform") not in ("cuda", "tpu") else set()
+    )
     needed = [name for name in fields if name not in optional]
     problems = [Problem(name, ["it is missing."]) for name in needed if name not in table]
     problems += [Problem(name, ["unknown key."], did_you_mean(name, fields)) for name in table if name not in fields]
@@ -231,6 +277,9 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         known = (*wanted, *_OPTIONAL.get(name, ()))
         unknown = [] if name == "flops" else [key for key in part if key not in known]  # [flops] may have any dtype
         problems += [Problem(f"[{name}] {key}", ["unknown key."], did_you_mean(key, known)) for key in unknown]
+        if name == "overhead":
+            problems += _not_estimates(part)
+            continue
         problems += _not_positive({f"[{name}] {key}": part[key] for key in part if key not in ("name", "compute_capability")})
         shares = ("matmul", "memory", "link", *_MORE_SHARES) if name == "achieved" else tuple(part) if name == "spread" else ()
         large = [key for key in shares if isinstance(part.get(key), int | float) and part[key] > 1]
@@ -244,3 +293,13 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
 def _not_positive(figures: Mapping[str, Any]) -> list[Problem]:
     positive = {name for name, value in figures.items() if isinstance(value, int | float) and value > 0 and not isinstance(value, bool)}
     return [Problem(name, [f"{value!r} is not a positive number."]) for name, value in figures.items() if name not in positive]
+
+
+def _not_estimates(part: Mapping[str, Any]) -> list[Problem]:
+    def right(pair: Any) -> bool:
+        numbers = pair if isinstance(pair, list) else []
+        return len(numbers) == 2 and all(type(number) in (int, float) and number >= 0 for number in numbers)
+
+    wrong = [key for key, pair in part.items() if key in _OPTIONAL["overhead"] and not right(pair)]
+    fix = "what is expected and its standard deviation, such as [550e6, 150e6]."
+    return [Problem(f"[overhead] {key}", [f"{part[key]!r} is not two numbers of 0 or more."], fix) for key in wrong]

@@ -191,7 +191,9 @@ def to_json(plan: PlanData) -> str:
         "layout": plan.layout.source,
         "rows": plan.rows,
         "fits": plan.fits,
-        "memory": plan.memory.per_device,
+        "memory": plan.memory.per_device
+        | {"items": [dataclasses.asdict(item) for item in plan.memory.items]}
+        | {name: getattr(plan.memory, name) for name in ("range", "likelihood", "pool", "fraction")},
         "traffic": [transfer | {"arrays": [str(array) for array in transfer["arrays"]]} for transfer in transfers],
         "timeline": times
         | {"waits": [dataclasses.asdict(wait) for wait in plan.timeline.waits]}

@@ -33,7 +33,7 @@ from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner import compile, compile_client
 from spmd.planner.compile import compiler_of, description
 from spmd.planner.drawings import array_drawing
-from spmd.planner.target import Cluster, Spread, load, shipped
+from spmd.planner.target import Cluster, Overhead, Spread, load, shipped
 from spmd.planner.text_report import time_range
 from spmd.wire.codec import CODECS
 
@@ -183,6 +183,7 @@ def test_every_target_is_complete(name):
     target = load(name)
     assert {"memory", "flops", "inside", "between", "achieved"} <= set(target.sources)
     assert ("spread" in target.sources) == (target.spread != Spread())
+    assert ("overhead" in target.sources) == (target.overhead != Overhead()) == (target.platform != "cpu")
     assert target.rate("bfloat16") >= target.rate("float32") or target.platform == "cpu"
     assert target.inside.bandwidth > target.between.bandwidth
     if target.platform == "cuda":
