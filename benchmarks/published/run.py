@@ -32,6 +32,7 @@ from spmd.planner.text_report import time_range
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import reported
 from benchmarks.published.models import KINDS, loss_of_logits, next_token_loss
+from benchmarks.published.peaks import INTRODUCTION as PEAKS, peak_row
 
 RUNS = Path(__file__).parent / "runs.toml"
 REMATS = {  # by an entry's `remat`
@@ -66,6 +67,7 @@ class Run:
     seconds: float | None = None
     peak: float | None = None
     out_of_memory: bool = False
+    memory: str = ""
     differs: str = ""
     doubtful: str = ""
     not_planned: str = ""
@@ -200,9 +202,9 @@ HEAD = f"| {' | '.join(COLUMNS)} |"
 INTRODUCTION = """Ratio: planned / measured. Rows: of a worker's microbatch, times microbatches. Peak: GiB on a device. Plans take
 their shares from `spmd/planner/targets/`, two of which are fitted to these runs (matrix products and memory, for A100 and for H100):
 `published_fit.md` has the errors on sources that were not fitted to. Attention is that of the kernel that a run had, where that is another
-than cuDNN's (`[kernels]` in runs.toml). Peak memory is planned without workspaces, NCCL's buffers and the CUDA context; the measured peak
-is what PyTorch's allocator had handed out. All microbatches of a step are planned, in a loop. What sources leave open, and which runs do
-not count, was decided with the measured times known; only the two shares are tested on runs that they were not fitted to."""
+than cuDNN's (`[kernels]` in runs.toml). Peaks are those of the program alone, and what PyTorch's allocator counts. All microbatches of a
+step are planned, in a loop. What sources leave open, and which runs do not count, was decided with the measured times known; only the two
+shares are tested on runs that they were not fitted to."""
 
 
 def summary(published: Published, ratios: Mapping[str, float], inside: Collection[str] = ()) -> list[str]:
@@ -221,7 +223,8 @@ def summary(published: Published, ratios: Mapping[str, float], inside: Collectio
 def notes(published: Published) -> list[str]:
     """What is different, doubtful and not planned."""
     parts = []
-    for title, field in (("Not counted", "doubtful"), ("Not planned", "not_planned"), ("Programs that differ", "differs")):
+    titles = {"doubtful": "Not counted", "not_planned": "Not planned", "differs": "Programs that differ", "memory": "Peaks explained"}
+    for field, title in titles.items():
         found: dict[str, list[str]] = {}
         for run in published.runs:
             if getattr(run, field):
@@ -237,6 +240,7 @@ def main() -> None:
     args = parser.parse_args()
     published = read()
     wanted = args.only.split(",") if args.only else [run.id for run in published.runs if not run.not_planned]
+    peaks: list[str] = []
     lines, ratios, inside = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)], {}, []
     print("\n".join(lines), flush=True)
     for run in (run for run in published.runs if run.id in wanted):
@@ -247,14 +251,15 @@ def main() -> None:
             continue
         lines.append(row(run, planned))
         print(planned if args.report else lines[-1], flush=True)
+        peaks += [peak_row(run, planned)] if run.peak or run.out_of_memory else []
         if run.seconds:
             (low, high), ratios[run.id] = planned.timeline.range, planned.timeline.seconds / run.seconds
             inside += [run.id] if low <= run.seconds <= high else []
-    print(*summary(published, ratios, inside), sep="\n")
+    print(*summary(published, ratios, inside), *([PEAKS, *peaks] if peaks else []), sep="\n")
     if not args.only:
         head = reported.head("Published runs, planned", "python benchmarks/published/run.py", "jax", "jaxlib", "jax-cuda13-pjrt")
         found = [f"- {line}" for line in summary(published, ratios, inside)]
-        reported.write("published", [*head, *lines, "", *found, "", INTRODUCTION, "", *notes(published)])
+        reported.write("published", [*head, *lines, "", *found, "", INTRODUCTION, "", PEAKS, *peaks, "", *notes(published)])
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ FREE = {
 UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)  # operations whose FLOPs are not modelled
 KERNEL = re.compile(r"triton|mosaic|tpu_custom_call")  # custom calls that run a kernel of the program's own (Pallas)
 ATTENTION = re.compile(r"mha|attention|flash", re.IGNORECASE)  # names of kernels
-# Products of the size of the scores that a kernel makes, by what its name says. Forward: scores and output. Backward, with the scores made
-# again: 5; jax.experimental.pallas.ops.gpu.attention makes scores and their gradient twice; others have a kernel for keys and values and
-# one for queries.
-PRODUCTS = ((r"preprocess", 0), (r"mha_backward", 7), (r"dkv|dk_dv", 4), (r"dq", 3), (r"backward|bwd", 5), (r"", 2))
+# Products of the size of the scores that a kernel makes, by what its name says, and how many of them repeat what another product has made.
+# Forward: scores and output. Backward, with the scores made again: 5; jax.experimental.pallas.ops.gpu.attention makes scores and their
+# gradient twice; others have a kernel for keys and values and one for queries.
+PRODUCTS = (
+    (r"preprocess", 0, 0), (r"mha_backward", 7, 3), (r"dkv|dk_dv", 4, 1), (r"dq", 3, 2), (r"backward|bwd", 5, 1), (r"", 2, 0),
+)  # fmt: skip
 SLICES = ("slice", "dynamic-slice", "gather")
 
 
@@ -48,7 +50,7 @@ def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
     if instr.op in FREE:
         return Cost((), 0.0)
     parts = [(computation, instr), *(nested for called in instr.called for nested in module.nested(called))]
-    products = [product for name, part in parts if (product := _product(module, name, part)) is not None and product.flops]
+    products = [product for name, part in parts if (product := product_of(module, name, part)) is not None and product.flops]
     return Cost(tuple(products), _bytes(module, computation, instr))
 
 
@@ -94,11 +96,19 @@ def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) ->
     """
     if (kernel and not ATTENTION.search(kernel)) or len(query) < 3 or len(query) != len(key):
         return 0.0
-    products = next(count for pattern, count in PRODUCTS if re.search(pattern, kernel))
+    products = next(count for pattern, count, _ in PRODUCTS if re.search(pattern, kernel))
     return products * 2.0 * math.prod(query) * max(key[1:-1])
 
 
-def _product(module: Module, computation: str, instr: Instruction) -> Product | None:
+def attention_recomputed(instr: Instruction) -> float:
+    """The share of a kernel's products that repeat what the forward pass, or another kernel, has made; 0 for other instructions."""
+    name = instr.custom_call
+    if KERNEL.search(name) and ATTENTION.search(_kernel(instr)):
+        return next(again / max(count, 1) for pattern, count, again in PRODUCTS if re.search(pattern, _kernel(instr)))
+    return 1 / 5 if "fmha" in name and "backward" in name.lower() else 0.0
+
+
+def product_of(module: Module, computation: str, instr: Instruction) -> Product | None:
     """The matrix product, convolution or attention that an instruction is."""
     if instr.op not in ("dot", "convolution", "custom-call") or not instr.arrays:
         return None

@@ -40,10 +40,27 @@ def flops(jaxpr: Any) -> float:
     >>> flops(jax.make_jaxpr(run)(jax.numpy.ones((4, 8))).jaxpr) == 5 * 2 * 4 * 8 * 8
     True
     """
-    return sum(map(_flops, jaxpr.eqns))
+    return sum(map(flops_of, jaxpr.eqns))
 
 
-def _flops(equation: Any) -> float:
+def empty_places(jaxpr: Any, times: int = 1) -> float:
+    """Of `model_flops`, those of experts' places that no token has chosen: an expert has more of them than an even share of the choices."""
+    total, choices, experts = 0.0, 0, 0
+    for equation in jaxpr.eqns:
+        name, sides = equation.primitive.name, [variable.aval for variable in equation.invars]
+        if name == "top_k":
+            experts = sides[0].shape[-1]
+            choices = sides[0].size // experts * equation.outvars[0].aval.shape[-1]
+        elif name == "dot_general" and choices and equation.params["dimension_numbers"][1] == ((0,), (0,)) and sides[0].shape[0] == experts:
+            places = math.prod(sides[0].shape[:2])
+            total += PASSES * times * flops_of(equation) * max(1 - choices / places, 0.0)
+        for inner in inner_jaxprs(equation):
+            total += empty_places(inner, times * (equation.params["length"] if name == "scan" else 1))
+    return total
+
+
+def flops_of(equation: Any) -> float:
+    """FLOPs of one equation of a jaxpr."""
     name, params = equation.primitive.name, equation.params
     inputs = [variable.aval for variable in equation.invars]
     if name == "dot_general":

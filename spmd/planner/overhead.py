@@ -56,9 +56,9 @@ def program_items(overhead: Overhead, size: int, temporaries: int, *, exact: boo
       size: according to XLA, with its `temporaries`.
       exact: whether the program is that of the device's own compiler.
     """
-    expected, deviation = overhead.temporaries
+    off = overhead.temporaries
     return (
-        Item("program", size + expected * temporaries, deviation * temporaries * (1 if exact else ESTIMATED)),
+        Item("program", size + off.expected * temporaries, off.deviation * temporaries * (1 if exact else ESTIMATED)),
         Item("fragmentation", size * overhead.fragmentation.expected, size * overhead.fragmentation.deviation),
     )
 

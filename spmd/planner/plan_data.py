@@ -18,10 +18,11 @@ from spmd.planner.communication_notes import gathered_stacks, small_collectives
 from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
 from spmd.planner.cudnn import cudnn_of
+from spmd.planner.flop_shares import FlopShares, flop_shares
 from spmd.planner.hlo import parse
 from spmd.planner.low_precision import precision_notes
 from spmd.planner.memory import Memory, memory_of
-from spmd.planner.model_flops import LargeProducts, large_products, model_flops, trace_model
+from spmd.planner.model_flops import LargeProducts, empty_places, large_products, model_flops, trace_model
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, Wait, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
@@ -44,6 +45,7 @@ class PlanData:
     memory: Memory
     traffic: Traffic
     timeline: Timeline
+    flops: FlopShares
     schedules: Mapping[str, Schedule]
     compiled: Compiled
     notes: tuple[str, ...]
@@ -114,7 +116,10 @@ def build_plan(
     traffic = traffic_of(module, mesh, cluster, data_axes)
     memory = memory_of(program, compiled, module, cluster)
     widened = precision if precision != "float32" and not compiled.exact else ""
-    timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=model_flops(model) / cluster.count, widened=widened)
+    of_model = model_flops(model) / cluster.count
+    timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=of_model, widened=widened)
+    empty, pipelines = empty_places(model) / cluster.count, tuple(program.schedules.values())
+    work = flop_shares(module, mesh, pipelines, executed=timeline.flops, model=of_model, empty=empty)
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
     if compiled.retried:
@@ -133,7 +138,7 @@ def build_plan(
         notes.append(f"note: the FLOPs of {', '.join(unknown[:3])} are not counted, only their memory traffic.")
     if loops := module.unbounded_loops:
         notes.append(f"note: XLA does not know the trip count of {', '.join(loops[:3])}: counted once each.")
-    return kind(cluster, mesh, program.rows, memory, traffic, timeline, program.schedules, compiled, tuple(notes), program)
+    return kind(cluster, mesh, program.rows, memory, traffic, timeline, work, program.schedules, compiled, tuple(notes), program)
 
 
 def _large_arrays(memory: Memory, layout: Layout, products: LargeProducts) -> list[str]:

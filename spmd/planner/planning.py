@@ -33,6 +33,7 @@ class Plan(PlanData):
       memory: bytes on each device; `memory.verdict` says whether the step fits.
       traffic: every collective of the compiled step.
       timeline: predicted times of a step.
+      flops: the model's operations, those of the compiled program, and why these are more.
       schedules: of pipelines, by stack.
       compiled: the compiled program and its statistics; `compiled.compiler` names the compiler.
       notes: warnings and remarks.

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmd.errors import OptionError, Problem, did_you_mean, raise_problems, type_name
 
@@ -78,7 +78,8 @@ class Spread:
     attention: float = 0.25
 
 
-class Estimate(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Estimate:
     """What is expected, and its standard deviation."""
 
     expected: float = 0.0

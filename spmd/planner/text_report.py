@@ -74,7 +74,7 @@ def timeline_text(plan: PlanData) -> str:
     peak = f"HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of {times.peak / 1e12:,.4g} TFLOP/s"
     of_model = f"{times.flops / 1e12:.3g} TFLOP on each device, {times.model_flops / 1e12:.3g} of them the model's"
     lines.append(f"{of_model}: {peak}; most of the time is {times.limit}.")
-    lines.append(assumptions(plan))
+    lines += filter(None, [str(plan.flops), assumptions(plan)])
     return "\n".join(lines)
 
 
@@ -198,6 +198,7 @@ def to_json(plan: PlanData) -> str:
         "timeline": times
         | {"waits": [dataclasses.asdict(wait) for wait in plan.timeline.waits]}
         | {name: getattr(plan.timeline, name) for name in ("range", "mfu", "hfu", "limit")},
+        "flops": dataclasses.asdict(plan.flops),
         "notes": list(plan.notes),
     }
     return json.dumps(figures, indent=1)

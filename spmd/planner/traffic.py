@@ -166,7 +166,7 @@ class Partitioned:
     def transfer(self, computation: str, instr: Instruction, times: int = 1) -> Transfer:
         """A collective, or its start, as a `Transfer`."""
         kind, members = collective_kind(instr.op) or "", groups(instr, self.module.partitions)
-        differing = {_differing_axes(group, self.mesh) for group in members}
+        differing = {differing_axes(group, self.mesh) for group in members}
         if kind == "collective_permute":
             moved = tuple(set(itertools.chain.from_iterable(differing)))
             axes, size = (moved, self.mesh.sizes[moved[0]]) if len(moved) == 1 else ((), len(members))
@@ -211,7 +211,7 @@ def _short(where: str) -> str:
     return "/".join([*(["backward"] if backward else []), *parts]) or "step"
 
 
-def _differing_axes(devices: Sequence[int], mesh: MeshSpec) -> tuple[str, ...]:
+def differing_axes(devices: Sequence[int], mesh: MeshSpec) -> tuple[str, ...]:
     """The mesh axes along which these devices differ."""
     positions = np.unravel_index(devices, [size for _, size in mesh.axes])
     return tuple(name for name, along in zip(mesh.names, positions, strict=True) if len(np.unique(along)) > 1)

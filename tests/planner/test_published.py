@@ -1,12 +1,15 @@
 """Runs that others have measured: their table, and one of them planned."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.published.fit import MATMUL, MEMORY, fitted, of_chip
+from benchmarks.published.peaks import peak_row
 from benchmarks.published.run import Published, Run, errors, notes, plan, read, row, summary
 from spmd.planner.compile import PLUGIN
+from spmd.planner.overhead import Item
 
 HEAD = '[models.small]\nkind = "gpt"\n\n[targets.mine]\nlike = "h100"\ntitle = "mine"\nmemory = 5\nclocks = 0.5\n'
 ENTRY = """
@@ -89,6 +92,20 @@ def test_fit_finds_the_shares_that_times_were_made_with():
     faster = {name: seconds * (0.8 if name == "A" else 1.0) for name, seconds in grid.items()}
     of_chip(runs, faster, held_out)
     assert held_out["A"] == pytest.approx(0.8) and held_out["B"] > 1.05, "each source is predicted from the others alone"
+
+
+def test_peaks_are_compared_as_an_allocator_counts_them():
+    items = (
+        Item("program", 20 * 2**30, 2**30),
+        Item("batches placed ahead", 2 * 2**30, 0.0),
+        Item("CUDA context", 2**29, 2**28, pool=False),
+    )
+    memory = SimpleNamespace(inside=items[:2], batch=2**30, peak=20 * 2**30, expected=int(22.5 * 2**30), range=(20 * 2**30, 24 * 2**30))
+    memory.capacity, memory.likelihood = 80 * 2**30, 0.9
+    line = peak_row(Run("A1", "", "", "", peak=25.0), SimpleNamespace(memory=memory))
+    assert line == "| A1 | 25.0 | 20.0 | 20.0 | 0.80 | 22.5 | 20.0 to 24.0 | 80.0 | 90% |"
+    runs = [run for run in read().runs if run.peak and not run.not_planned]
+    assert runs and all(run.memory for run in runs), "each difference is explained"
 
 
 @pytest.mark.system

@@ -1,0 +1,157 @@
+"""Where the products that a compiled program executes are more than the model's: what MFU leaves out and HFU counts."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from spmd.mesh import MeshSpec
+from spmd.nn.schedule import Schedule
+from spmd.planner.cost import FREE, attention_recomputed, cost_of, product_of
+from spmd.planner.hlo import Instruction, Module, collective_kind
+from spmd.planner.kernel_time import Product
+from spmd.planner.model_flops import PASSES
+from spmd.planner.variance import Variance
+
+REMATTED = "rematted_computation"  # in the scopes of what jax.checkpoint computes again
+REMATERIALIZED = ".remat"  # in the names of what XLA computes again, on its own account
+RECOMPUTED, BY_XLA, IN_KERNELS = "recomputed in the backward pass", "recomputed by XLA", "recomputed in kernels of attention"
+BUBBLES, REPLICATED, PADDING, OTHER = "pipeline bubbles", "replicated", "padding by XLA", "other"
+NEGATIVE = "other: gradients that nothing needs, as of the batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopShares:
+    """The FLOPs of a step on one device.
+
+    Attributes:
+      executed: those of all products of the compiled program.
+      model: those that the model asks for: three times its products in the forward pass.
+      beyond: the difference of both, by its causes; "other" is what is left, and negative where no gradients are needed, as of a batch.
+      masked: of both, scores that a mask leaves out, and that fused kernels do not compute.
+      empty: of both, places of experts beyond the tokens' choices, which their capacity makes.
+    """
+
+    executed: float
+    model: float
+    beyond: Mapping[str, float]
+    masked: float
+    empty: float
+
+    def __str__(self) -> str:
+        """A line or two, or none; causes of less than a thousandth of what is executed are left out."""
+        causes = {cause: flops for cause, flops in self.beyond.items() if abs(flops) >= 0.001 * self.executed}
+        shares = [f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}" for cause, flops in causes.items()]
+        lines = [f"executed beyond the model's: {', '.join(shares)}."] if max(causes.values(), default=0.0) > 0 else []
+        inside = ((self.masked, "masked scores, which fused kernels leave out"), (self.empty, "empty places of experts"))
+        counted = [f"{flops / self.executed:.1%} {what}" for flops, what in inside if flops >= 0.001 * self.executed]
+        return "\n".join(lines + ([f"counted in both: {', '.join(counted)}."] if counted else []))
+
+
+def flop_shares(
+    module: Module, mesh: MeshSpec, schedules: Collection[Schedule], *, executed: float, model: float, empty: float = 0.0
+) -> FlopShares:
+    """The shares of a program.
+
+    Args:
+      schedules: of its pipelines.
+      executed, model, empty: FLOPs of one device.
+    """
+    walk = _Walk(module, Variance(module, mesh), schedules)
+    beyond: dict[str, float] = dict.fromkeys((RECOMPUTED, BY_XLA, IN_KERNELS, BUBBLES, REPLICATED, PADDING), 0.0)
+    masked = forward = 0.0
+    for found in walk.products(module.entry):
+        masked += found.flops * (1 - found.product.share)
+        causes = dict(walk.causes(found))
+        forward += 0.0 if "transpose(" in found.scope or RECOMPUTED in causes else found.flops - sum(causes.values())
+        for cause, flops in causes.items():
+            beyond[cause] += flops
+    # XLA may merge a product with its repetition, and keep the repetition's scope.
+    beyond[RECOMPUTED] -= min(beyond[RECOMPUTED], max(model / PASSES - forward, 0.0))
+    return FlopShares(executed, model, beyond | {OTHER: executed - model - sum(beyond.values())}, masked, empty)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A product, the instruction that it is or is fused into, how often it runs, and the share of this that is a bubble."""
+
+    product: Product
+    computation: str
+    part: Instruction
+    instr: Instruction
+    times: int
+    bubble: float
+
+    @property
+    def flops(self) -> float:
+        return self.product.flops * self.times
+
+    @property
+    def scope(self) -> str:
+        return self.part.scope or self.instr.scope
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    module: Module
+    variance: Variance
+    schedules: Collection[Schedule]
+
+    def products(self, name: str, times: int = 1, bubble: float = 0.0) -> Iterator[_Found]:
+        """Every product of a computation, loops multiplied out; of a conditional, those of the branch with the most."""
+        for instr in self.module.computations.get(name, ()):
+            if instr.op == "while":
+                body, trips = instr.called_as("body"), self.module.trip_count(name, instr) or 1
+                yield from self.products(body, times * trips, bubble or self._bubble(body, trips))
+            elif instr.op == "conditional":
+                branches = [tuple(self.products(called, times, bubble)) for called in instr.called]
+                yield from max(branches, key=lambda branch: sum(found.flops for found in branch), default=())
+            elif instr.op in ("call", "async-start"):
+                for called in instr.called:
+                    yield from self.products(called, times, bubble)
+            elif instr.op not in FREE and not collective_kind(instr.op) and cost_of(self.module, name, instr).products:
+                parts = [(name, instr), *(nested for called in instr.called for nested in self.module.nested(called))]
+                for computation, part in parts:
+                    if (product := product_of(self.module, computation, part)) is not None and product.flops:
+                        yield _Found(product, computation, part, instr, times, bubble)
+
+    def causes(self, found: _Found) -> Iterator[tuple[str, float]]:
+        """What of a product the model does not ask for, each part counted once."""
+        flops = found.flops
+        if REMATERIALIZED in found.instr.name or REMATERIALIZED in found.part.name:
+            yield BY_XLA, flops
+            return
+        if REMATTED in found.scope:
+            yield RECOMPUTED, flops
+            return
+        shares = (
+            (BUBBLES, found.bubble),
+            (REPLICATED, 1 - 1 / self.variance.copies(found.computation, found.part)),
+            (IN_KERNELS, attention_recomputed(found.part)),
+            (PADDING, self._padded(found)),
+        )
+        for cause, share in shares:
+            yield cause, flops * share
+            flops *= 1 - share
+
+    def _bubble(self, body: str, trips: int) -> float:
+        """The share of a loop over the ticks of a pipeline in which a stage's results are discarded; 0 for other loops."""
+        if not any(collective_kind(instr.op) == "collective_permute" for instr in self.module.computations.get(body, ())):
+            return 0.0
+        for schedule in self.schedules:
+            if trips in (schedule.ticks, schedule.forward.ticks):
+                return 1 - schedule.microbatches * schedule.groups / trips
+        return 0.0
+
+    def _padded(self, found: _Found) -> float:
+        """The share of a product that XLA adds by padding its operands; a model's own padding is its own."""
+        if found.part.op != "dot":
+            return 0.0
+        kept = 1.0
+        for number, (operand, side) in enumerate(zip(self.module.operands(found.computation, found.part), ("lhs", "rhs"), strict=False)):
+            if operand.op != "pad" or re.search(r"/pad\b", operand.scope):
+                continue
+            before = self.module.operands(found.computation, operand)[0].arrays[0].shape
+            shared = re.findall(r"\d+", "".join(re.findall(rf"{side}_(?:contracting|batch)_dims=(\{{[\d,]*\}})", found.part.rest)))
+            for dim, (old, new) in enumerate(zip(before, operand.arrays[0].shape, strict=True)):
+                kept *= old / new if number == 0 or str(dim) not in shared else 1.0  # a dim that both sides have is padded in both
+        return 1 - kept
