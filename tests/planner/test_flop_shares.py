@@ -85,6 +85,7 @@ class Deep(nnx.Module):
         return self.stack(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "ticks"), [("gpipe", 11), ("1f1b", 22)])
 def test_bubbles_are_those_of_the_schedule(schedule, ticks):
     """Stages compute in all ticks, and the results of 8 are used. Under 1F1B a tick takes as long as the slowest stage's."""
