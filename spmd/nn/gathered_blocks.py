@@ -72,7 +72,7 @@ class GatheredBlocks(BlockCalls):
         before = group[place - 1] if self._ahead and place else None
         after = group[place + 1] if self._ahead and place + 1 < len(group) else None
         unit = _Unit(
-            program.recomputed(policy=gathered_policy(full, remat_policy)),
+            program.recomputed(gathered_policy(full, remat_policy)),
             gather,
             functools.partial(self._gather.reduce, paths),
             None if before is None else functools.partial(self._full, before),

@@ -53,7 +53,7 @@ def scan_gathered(
     x: Tree,
     stack: Stack,
     *,
-    policy: Callable[..., bool] | None,
+    policy_of: Callable[[Any], Callable[..., Any] | None],
     unroll: bool = False,
 ) -> tuple[Tree, Tree]:
     """`run_layer(x, full parameters, others) -> (x, kept)` from layer to layer: the last x, and what all layers keep, [layers, ...].
@@ -61,12 +61,12 @@ def scan_gathered(
     The gradient with respect to `stack.residuals` is the next residuals.
 
     Args:
-      policy: of `jax.checkpoint`: what a layer keeps for the backward pass beside its input. None: nothing.
+      policy_of: from a layer's jaxpr to a policy of `jax.checkpoint`: what it keeps for the backward pass beside its input. None: nothing.
       unroll: the loop, as for a convolution on a CPU.
     """
     full = jax.eval_shape(communication.gather, _layer(stack.shards, 0))
     program = InnerProgram(run_layer, x, full, _layer(stack.others, 0))
-    loop = _Loop(communication, program.recomputed(policy=policy, prevent_cse=unroll), unroll)
+    loop = _Loop(communication, program.recomputed(policy_of, prevent_cse=unroll), unroll)
     return _scan(loop, x, stack, program.constants)
 
 

@@ -32,12 +32,16 @@ class InnerProgram:
             self._name = f"inner_program_{len(recorded)}"
             recorded[self._name] = self
 
-    def recomputed(self, **options: Any) -> Callable[..., Tree]:
-        """The function of its arguments, and the constants as a list, under `jax.checkpoint` with these options."""
+    def recomputed(self, policy_of: Callable[[Any], Callable[..., Any] | None], **options: Any) -> Callable[..., Tree]:
+        """The function of its arguments, and the constants as a list, under `jax.checkpoint` with these options.
+
+        Args:
+          policy_of: the policy for a jaxpr, which is that of the function when it is called.
+        """
 
         def call(*args: Any) -> Tree:
             if self._made[0] is not self.jaxpr:  # jax.checkpoint traces a function once
-                self._made = (self.jaxpr, jax.checkpoint(self._function(), **options))
+                self._made = (self.jaxpr, jax.checkpoint(self._function(), policy=policy_of(self.jaxpr), **options))
             return self._made[1](*args)
 
         return call

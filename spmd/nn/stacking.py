@@ -14,6 +14,7 @@ from flax.errors import TraceContextError
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.errors import ModelError, type_name
+from spmd.jaxpr import equations, inner_jaxprs
 from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
 from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
@@ -25,6 +26,47 @@ UNKNOWN = "..."
 MOVES = (
     *("reshape", "transpose", "convert_element_type", "bitcast_convert_type", "reduce_precision", "concatenate", "split"),
     *("slice", "squeeze", "broadcast_in_dim", "name"),
+)
+# What a compiler computes again in each kernel that uses it, rather than to write and read it. Comparisons stay: a mask is smaller.
+ELEMENTWISE = frozenset(
+    (
+        *(
+            "abs",
+            "add",
+            "add_any",
+            "cbrt",
+            "clamp",
+            "copy",
+            "cos",
+            "div",
+            "erf",
+            "erfc",
+            "exp",
+            "exp2",
+            "expm1",
+            "integer_pow",
+            "log",
+            "log1p",
+        ),
+        *(
+            "logistic",
+            "max",
+            "min",
+            "mul",
+            "neg",
+            "one_minus_square",
+            "pow",
+            "rsqrt",
+            "select_n",
+            "sign",
+            "sin",
+            "sqrt",
+            "square",
+            "sub",
+            "tanh",
+        ),
+        *("broadcast_in_dim", "convert_element_type", "iota", "reduce_precision", "reshape", "squeeze"),
+    )
 )
 
 
@@ -284,8 +326,7 @@ def run_layers(
     """`run_layer(x, layer's part of xs) -> (x, kept)` from layer to layer; where the step says so, with parameters that are gathered layer
     by layer. `xs`: the parameters of `layers`, then all else that has a value for each layer.
 
-    Of what the forward pass computes, the backward pass then keeps all, or what `[remat]` says of the layers, but never gathered
-    parameters and copies of them in other dtypes or orders of dims.
+    Of what the forward pass computes, the backward pass then keeps what `gathered_policy` says.
     """
     gather = parallel.gather_layer
     if gather is None:
@@ -300,8 +341,8 @@ def run_layers(
             return _same_shape(run_layer, x, (full, *others))
 
     residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
-    policy = gathered_policy(full, remat_policy)
-    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy=policy, unroll=unroll)
+    policy_of = gathered_policy(full, remat_policy)
+    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy_of=policy_of, unroll=unroll)
 
 
 @contextlib.contextmanager
@@ -314,17 +355,40 @@ def recomputed_by_caller(recomputed: bool) -> Iterator[None]:
         RECOMPUTED.reset(token)
 
 
-def gathered_policy(full: Tree, remat_policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The policy of `jax.checkpoint` for a layer: what `[remat]` says, or all; but no gathered parameters `full`, moved or cast."""
+def gathered_policy(full: Tree, remat_policy: Callable[..., Any] | None) -> Callable[[Any], Callable[..., Any]]:
+    """From the program of a layer to its policy of `jax.checkpoint`: what `[remat]` says, or all but elementwise results; never gathered
+    parameters `full`, moved or cast.
+
+    Between the forward and the backward pass of a layer lie collectives, across which a compiler fuses nothing: it would write every
+    value that the gradient uses, where it computes a GELU again from its input in a model whose passes it sees at once.
+    """
     sizes = {leaf.size for leaf in jax.tree.leaves(full)}
 
-    def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
-        own_name = remat_policy is not None and primitive.name == "name" and params["name"] != LAYER_PARAMS  # the layout asks for it
-        if not own_name and primitive.name in MOVES and any(x.size in sizes for x in inputs):
-            return False
-        return remat_policy is None or remat_policy(primitive, *inputs, **params)
+    def policy_of(jaxpr: Any) -> Callable[..., Any]:
+        recomputes = remat_policy is None and not _computes_in_parts(jaxpr)
 
-    return policy
+        def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
+            own_name = remat_policy is not None and primitive.name == "name" and params["name"] != LAYER_PARAMS  # the layout asks for it
+            if not own_name and primitive.name in MOVES and any(x.size in sizes for x in inputs):
+                return False
+            if remat_policy is None:
+                return not (recomputes and primitive.name in ELEMENTWISE)
+            return remat_policy(primitive, *inputs, **params)
+
+        return policy
+
+    return policy_of
+
+
+def _computes_in_parts(jaxpr: Any) -> bool:
+    """Whether it has loops, or products in a function with a gradient of its own, whose results follow elementwise from many products: to
+    compute them again takes another loop, or all of these products."""
+    for equation in equations(jaxpr):
+        name = equation.primitive.name
+        inner = (part for jaxpr in inner_jaxprs(equation) for part in equations(jaxpr)) if name.startswith("custom_vjp") else ()
+        if name in ("scan", "while") or any(part.primitive.name == "dot_general" for part in inner):
+            return True
+    return False
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:

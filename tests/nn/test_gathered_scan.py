@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd.jaxpr import equations
 from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
+from spmd.nn.stacking import gathered_policy
 
 WIDTH = 4
 NO_COPIES = Communication(lambda shards: shards, lambda shards, grads, residuals: (grads, jax.tree.map(lambda x: x + 1, residuals)))
@@ -22,6 +24,14 @@ def values(layers):
 def layer(table, x, weights, others):
     x = jnp.tanh(x @ weights["w"]) * others["scale"] + table * (others["number"] + 1)
     return x, {"mean": x.mean(), "calls": others["number"] + 1}
+
+
+def keep_nothing(jaxpr):
+    return None
+
+
+def everything(jaxpr):
+    return jax.checkpoint_policies.everything_saveable
 
 
 def total(x, kept):
@@ -45,7 +55,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
             return layer(table, x, weights, others)  # the table is closed over
 
         stack = Stack(weights, others | {"scale": scale}, residuals)
-        x, kept = scan_gathered(NO_COPIES, run, x, stack, policy=policy)
+        x, kept = scan_gathered(NO_COPIES, run, x, stack, policy_of=lambda jaxpr: policy)
         return total(x, kept), kept
 
     residuals = {"w": jnp.zeros((layers, WIDTH))}
@@ -74,7 +84,7 @@ def test_integers_are_handed_from_layer_to_layer():
         return jnp.sum(x**2), count
 
     def ahead(weights, x):
-        (x, count), _ = scan_gathered(NO_COPIES, run, (x, jnp.int32(0)), Stack(weights, others, {}), policy=None)
+        (x, count), _ = scan_gathered(NO_COPIES, run, (x, jnp.int32(0)), Stack(weights, others, {}), policy_of=keep_nothing)
         return jnp.sum(x**2), count
 
     (_, count), grads = jax.value_and_grad(ahead, (0, 1), has_aux=True)(weights, x)
@@ -92,7 +102,7 @@ def test_a_layer_may_close_over_the_first_input(layers):
         return jnp.sum(last**2)
 
     def ahead(weights, x):
-        last, _ = scan_gathered(NO_COPIES, lambda *inputs: layer(x, *inputs), x, Stack(weights, others, {}), policy=None)
+        last, _ = scan_gathered(NO_COPIES, lambda *inputs: layer(x, *inputs), x, Stack(weights, others, {}), policy_of=keep_nothing)
         return jnp.sum(last**2)
 
     grads, expected = (jax.grad(function, (0, 1))(weights, x) for function in (ahead, plain))
@@ -101,7 +111,44 @@ def test_a_layer_may_close_over_the_first_input(layers):
 
 def test_values_without_a_backward_pass():
     weights, others, table, x = values(3)
-    y, kept = scan_gathered(NO_COPIES, lambda *inputs: layer(table, *inputs), x, Stack(weights, others, {}), policy=None)
+    y, kept = scan_gathered(NO_COPIES, lambda *inputs: layer(table, *inputs), x, Stack(weights, others, {}), policy_of=keep_nothing)
     expected, means = jax.lax.scan(lambda x, inputs: layer(table, x, *inputs), x, (weights, others))
     np.testing.assert_allclose(y, expected, rtol=1e-6)
     np.testing.assert_allclose(kept["mean"], means["mean"], rtol=1e-6)
+
+
+def in_a_loop(x, w):
+    return jax.lax.scan(lambda x, w: (jax.nn.gelu(x @ w), None), x, w[None])[0]
+
+
+@jax.custom_vjp
+def with_a_gradient(x, w):
+    return jax.nn.gelu(x @ w)
+
+
+with_a_gradient.defvjp(lambda x, w: jax.vjp(lambda x, w: jax.nn.gelu(x @ w), x, w), lambda function, dy: function(dy))
+
+
+@pytest.mark.parametrize(
+    ("compute", "kept"),
+    [(lambda x, w: jax.nn.gelu(x @ w), 2), (in_a_loop, None), (with_a_gradient, None)],
+    ids=["products", "a loop", "products with a gradient of their own"],
+)
+def test_elementwise_results_are_computed_again(compute, kept):
+    weights, _, _, x = values(3)
+
+    def run(x, weights, others):
+        return x + compute(x, weights["w"]), {}
+
+    def gradient(policy_of):
+        stack = Stack(weights, {"number": jnp.arange(3)}, {})
+        return jax.grad(lambda x, w: jnp.sum(scan_gathered(NO_COPIES, run, x, stack._replace(shards=w), policy_of=policy_of)[0]), (0, 1))
+
+    def saved(policy_of):
+        """How many arrays of the size of x all layers but the last save."""
+        loops = (one for one in equations(jax.make_jaxpr(gradient(policy_of))(x, weights).jaxpr) if one.primitive.name == "scan")
+        return sum(var.aval.shape[:1] + var.aval.shape[-2:] == (2, *x.shape) for var in next(loops).outvars)
+
+    ours = gathered_policy({}, None)
+    assert (saved(ours) == kept < saved(everything)) if kept else (saved(ours) == saved(everything) > 2)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), *(gradient(of)(x, weights) for of in (ours, everything)))
