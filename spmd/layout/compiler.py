@@ -93,6 +93,11 @@ class Compiler:
         """The plain names that are set, with their values."""
         return {key: value for key in XLA_NAMES if (value := getattr(self, key)) is not None}
 
+    @property
+    def chosen(self) -> frozenset[str]:
+        """XLA's names of the options that the layout sets."""
+        return frozenset(name for key in self.keys for name in XLA_NAMES[key]) | dict(self.options).keys()
+
 
 def compiler_problems(compiler: Compiler) -> list[Conflict]:
     """Values of `[compiler]` that cannot be valid on any platform, and options that are set twice."""

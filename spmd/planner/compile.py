@@ -26,6 +26,7 @@ from spmd.planner import compile_client
 from spmd.planner.cudnn import VERSION, cudnn_of
 from spmd.planner.target import Cluster, Target
 from spmd.train.compiled_step import Program
+from spmd.train.compiler_options import check_buffering
 
 PLUGIN = "jax_cuda13_plugin"
 COMPILERS = {  # by platform: the compiler's module, its distribution, our extra, and the kind of device
@@ -97,11 +98,12 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     _, distribution, _, kind = COMPILERS[platform]
     exact = platform == cluster.target.platform
-    options = dict(program.compiler_options) if exact else {}
+    options, declared = dict(program.compiler_options) if exact else {}, program.placed.resolved.layout.compiler
     request = {
         "exported": fields | {"_get_vjp": None},  # a function, which cannot be pickled and is not called
         "donated": donated,
         "options": options,
+        "chosen": sorted(declared.chosen),
         "layout": program.placed.resolved.layout.source if options else "",
         "mesh": MeshSpec.parse(program.placed.mesh).axes,
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
@@ -112,7 +114,11 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     folder = cache_folder() / hashlib.sha256(blob).hexdigest()[:32]
     files = _cached(folder)
     if files is None:
-        _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with XLA:{kind}", timeout, say)
+        try:
+            _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with XLA:{kind}", timeout, say)
+        except CompileError as error:
+            check_buffering(str(error), declared, program.placed.resolved.layout.source)
+            raise
         files = _cached(folder)
     if files is None:
         raise CompileError(f"the compiled program is no longer in {folder}.", fix="try again; or another folder, in $SPMD_CACHE.")

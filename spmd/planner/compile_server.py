@@ -25,16 +25,10 @@ import numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
-from spmd.layout.compiler import TRITON, UNROLLING, XLA_NAMES
 from spmd.planner.compile_client import LOG
-from spmd.train.compiler_options import check_compiler_options
+from spmd.train.compiler_options import check_compiler_options, other_options
 
 IDLE = 60.0  # seconds
-TRITON_ERROR = "Couldn't find output tile sizes"
-BUFFERING_ERROR = "is not scheduled after its control predecessor"
-# Errors of XLA:GPU, and the option without which it compiles. Without autotuning, which needs a GPU, it may choose a product in Triton
-# that it cannot tile. Two iterations of a loop as one, with a loop inside, may get a schedule that it then refuses (jaxlib 0.10.2).
-RETRIES = ((TRITON_ERROR, TRITON, False), (BUFFERING_ERROR, XLA_NAMES["double_buffering"][0], UNROLLING[False]))
 SIZES = ("argument", "output", "alias", "temp", "generated_code", "host_temp")  # of XLA's analysis of memory, in bytes
 
 
@@ -90,7 +84,7 @@ def _compile(folder: Path) -> None:
     try:
         compiled = lowered.compile(compiler_options=request["options"] | dump)
     except RuntimeError as error:
-        retried = other_options(str(error), request["options"], os.environ.get("XLA_FLAGS", ""))
+        retried = other_options(str(error), request["options"], request["chosen"])
         if not retried:
             raise
         compiled = lowered.compile(compiler_options=request["options"] | retried["options"] | dump)
@@ -102,14 +96,6 @@ def _compile(folder: Path) -> None:
         report.replace(folder / "buffers.txt")
     # last: it marks the results as complete
     (folder / "memory.json").write_text(json.dumps(sizes | retried | {"seconds": seconds}), encoding="utf-8")
-
-
-def other_options(error: str, options: dict[str, Any], flags: str) -> dict[str, Any]:
-    """What to compile with instead, and why; empty where an error of XLA:GPU is about something else, or XLA_FLAGS say otherwise."""
-    for text, name, value in RETRIES:
-        if text in error and name not in flags and options.get(name) not in (value, True):
-            return {"options": {name: value}, "retried": error.partition("\n")[0].partition(", metadata=")[0]}
-    return {}
 
 
 def _listen(folders: SimpleQueue[Path]) -> None:

@@ -28,6 +28,7 @@ from spmd.planner.timeline import Timeline, Wait, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
 from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
+from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten, format_bytes
 
@@ -125,7 +126,7 @@ def build_plan(
     if compiled.retried:
         changed = {name: value for name, value in compiled.options.items() if program.compiler_options.get(name) != value}
         with_ = ", ".join(f"{name}={as_toml(value)}" for name, value in changed.items())
-        fix = "XLA tunes nothing without a GPU" if TRITON in changed else "fit needs [compiler] double_buffering = false"
+        fix = "XLA tunes nothing without a GPU" if TRITON in changed else f"fit does the same; {AT_ONCE}"
         notes.append(f"note: compiled with {with_}, because XLA failed: {compiled.retried}; {fix}.")
     overlaps = compiled.exact and placed.platform != "cpu"  # XLA:CPU runs every collective synchronously
     notes += [*(_waits(timeline) if overlaps else []), *_rematerialized(timeline)]

@@ -29,7 +29,7 @@ from spmd.sync.parameter_sync import gather_outside
 from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
-from spmd.train.compiler_options import check_compiler_options
+from spmd.train.compiler_options import check_compiler_options, without_buffering
 from spmd.train.differentiable import check_gradient
 from spmd.train.export_step import export_step
 from spmd.train.host_memory import memory_notes
@@ -100,7 +100,6 @@ class Program:
         layerwise = bool(self.sync.layerwise)
         options = placed.resolved.layout.compiler
         self.compiler_options = xla_options(options, placed.platform, devices=placed.mesh.size, layerwise=layerwise)  # by XLA's names
-        self._jit = functools.partial(jax.jit, compiler_options=self.compiler_options)
         self._compiled: dict[tuple, Callable] = {}
         self._traced_inputs: set[Any] = set()  # signatures of inputs that the model was traced on
 
@@ -213,23 +212,23 @@ class Program:
                 "while not all count.\n"
                 "    fix: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
             )
-        return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
+        return self._run(("step", weights.shape[0], split), state, batch, weights, events)
 
     @LEAKS
     def scan_steps(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
         self._check_first_batch(state, data, weights, rows)
-        return self._function(("scan_steps", weights.shape[1], True))(state, data, rows, weights, events)
+        return self._run(("scan_steps", weights.shape[1], True), state, data, rows, weights, events)
 
     @LEAKS
     def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """Sums and counts of loss and metrics, float32[2, eval_names], in evaluation mode."""
-        return self._function(("evaluate",))(state.params, state.stats, state.rngs, batch, weights)
+        return self._run(("evaluate",), state.params, state.stats, state.rngs, batch, weights)
 
     @LEAKS
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs in evaluation mode, replicated over all devices."""
-        return self._function(("predict",))(state.params, state.stats, state.rngs, inputs)
+        return self._run(("predict",), state.params, state.stats, state.rngs, inputs)
 
     def check_inputs(self, inputs: Tree) -> None:
         """Trace the model on inputs of these shapes.
@@ -256,10 +255,26 @@ class Program:
             ) from error
         self._traced_inputs.add(kind)
 
+    def _run(self, key: tuple, *arguments: Any) -> Any:
+        return self._retried(lambda: self._function(key)(*arguments))
+
+    def _retried(self, compile_it: Callable[[], Any]) -> Any:
+        """`compile_it()`; once more with other options, if XLA fails as `without_buffering` says. No argument is donated before."""
+        try:
+            return compile_it()
+        except RuntimeError as error:
+            layout = self.placed.resolved.layout
+            self.compiler_options = without_buffering(error, self.compiler_options, layout.compiler, layout.source)
+            self._compiled.clear()
+        return compile_it()
+
     def _function(self, key: tuple) -> Callable:
         if key not in self._compiled:
             self._compiled[key] = self._build(key)
         return self._compiled[key]
+
+    def _jit(self, function: Callable, **options: Any) -> Callable:
+        return jax.jit(function, compiler_options=self.compiler_options, **options)
 
     def _build(self, key: tuple) -> Callable:
         placed, replicated = self.placed, NamedSharding(self.placed.mesh, PartitionSpec())
@@ -329,7 +344,7 @@ class Program:
 
     def compile(self) -> Any:
         """A step on a full batch, compiled; on several devices, or one that is not a CPU, `step` then runs this program."""
-        return self._traced.lower().compile()
+        return self._retried(lambda: self._traced.lower().compile())
 
     def text(self) -> str:
         """A step on a full batch as StableHLO; `step` then compiles this lowering."""

@@ -1,6 +1,10 @@
-"""Compiler options are tried on a trivial function, so that one that XLA refuses is reported before anything else is compiled."""
+"""Compiler options: each is tried on a trivial function, so that one that XLA refuses is reported before anything else is compiled; and
+what to compile with instead, where XLA fails with some.
+"""
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +13,14 @@ import jaxlib
 
 from spmd.errors import LayoutError, Problem, first_line, raise_problems
 from spmd.fields import as_toml
-from spmd.layout.compiler import XLA_NAMES
+from spmd.layout.compiler import TRITON, UNROLLING, XLA_NAMES, Compiler
+
+TRITON_ERROR = "Couldn't find output tile sizes"
+BUFFERING, BUFFERING_ERROR = XLA_NAMES["double_buffering"][0], "is not scheduled after its control predecessor"
+AT_ONCE = "[compiler] double_buffering = false does so at once"  # the end of a note on a program that was compiled again
+# Errors of XLA:GPU, and the option without which it compiles. Without autotuning, which needs a GPU, it may choose a product in Triton
+# that it cannot tile. Two iterations of a loop as one, with a loop inside, may get a schedule that it then refuses (jaxlib 0.10.2).
+RETRIES = ((TRITON_ERROR, TRITON, False), (BUFFERING_ERROR, BUFFERING, UNROLLING[False]))
 
 
 def check_compiler_options(options: Mapping[str, Any], source: str, sharding: Any = None) -> None:
@@ -51,3 +62,47 @@ def _refusal(options: Mapping[str, Any], sharding: Any) -> str:
     except jax.errors.JaxRuntimeError as error:
         return first_line(error).rpartition("INVALID_ARGUMENT: ")[2].rstrip(".")
     return ""
+
+
+def other_options(error: str, options: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+    """What to compile with instead, and why; empty where an error of XLA:GPU is about something else, or the option was chosen.
+
+    Args:
+      options: what it was compiled with, by XLA's names.
+      chosen: the names of those that the layout sets; those in XLA_FLAGS are never changed.
+    """
+    for text, name, value in RETRIES:
+        if text in error and name not in os.environ.get("XLA_FLAGS", "") and name not in chosen and options.get(name) != value:
+            return {"options": {name: value}, "retried": error.partition("\n")[0].partition(", metadata=")[0]}
+    return {}
+
+
+def check_buffering(error: str, compiler: Compiler, source: str) -> None:
+    """Raise if XLA cannot schedule a step with the double buffering that its layout chose.
+
+    Raises:
+      LayoutError: names the option.
+    """
+    if BUFFERING_ERROR in error and BUFFERING in compiler.chosen:
+        keyed = "double_buffering" in compiler.keys
+        where = "[compiler] double_buffering = true" if keyed else f"[compiler.options] {BUFFERING}"
+        line = next(line for line in error.splitlines() if BUFFERING_ERROR in line).rpartition("Error: ")[2].strip()
+        why = f"XLA cannot schedule the program with two iterations of a loop as one: {line}."
+        fix = "double_buffering = false." if keyed else "leave it out, and [compiler] double_buffering = false."
+        raise_problems(LayoutError, f"{source} cannot be compiled", [Problem(where, [why], fix, kind="conflict")])
+
+
+def without_buffering(error: RuntimeError, options: Mapping[str, Any], compiler: Compiler, source: str) -> dict[str, Any]:
+    """The options with which to compile a program again that XLA cannot schedule with two iterations of a loop as one; logs that.
+
+    Raises:
+      LayoutError: the layout chose double buffering.
+      RuntimeError: the error, if it is about something else, or XLA_FLAGS set the option.
+    """
+    check_buffering(str(error), compiler, source)
+    retry = other_options(str(error), options, compiler.chosen)
+    if BUFFERING not in retry.get("options", {}):
+        raise error
+    text = "note: compiled again without double buffering, because XLA failed: %s; %s."
+    logging.getLogger("spmd").warning(text, retry["retried"], AT_ONCE)
+    return {**options, **retry["options"]}

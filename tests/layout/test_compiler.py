@@ -10,9 +10,11 @@ import pytest
 
 import spmd
 from spmd import api
-from spmd.errors import CompileError, OptionError
+from spmd.errors import CompileError, LayoutError, OptionError
 from spmd.layout.compiler import CPU_DEFAULTS, GPU_DEFAULTS, THRESHOLDS, UNROLLING, XLA_NAMES, Compiler, compiler_notes, xla_options
 from spmd.layout.toml_reader import dumps, loads
+from spmd.train.compiled_step import Program
+from spmd.train.compiler_options import BUFFERING, BUFFERING_ERROR, check_buffering
 from tests.layout.applied import MODEL, X, Y, error_text, fits
 
 EVERY_KEY = Compiler(
@@ -188,6 +190,62 @@ def test_processes_compare_their_options(monkeypatch):
         "layout compiler.latency_hiding": ("True", "False"),
         "layout compiler.options.xla_cpu_enable_fast_math": ("True", "False"),
     }
+
+
+UNSCHEDULED = f"INTERNAL: RET_CHECK failure: get-tuple-element.1034 {BUFFERING_ERROR} loop_add_fusion.1\nmore"
+
+
+def cannot_schedule(monkeypatch, error=UNSCHEDULED):
+    """XLA fails, unless it compiles without double buffering."""
+    compiled = Program._jit
+
+    def jit(self, function, **options):
+        if self.compiler_options.get(BUFFERING) == UNROLLING[False]:
+            return compiled(self, function, **options)
+
+        def failing(*arguments):
+            raise jax.errors.JaxRuntimeError(error)
+
+        return failing
+
+    monkeypatch.setattr(Program, "_jit", jit)
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+def test_fit_compiles_again_without_double_buffering_where_xla_cannot_schedule_it(monkeypatch, caplog):
+    layout = spmd.Layout(mesh=(("data", -1),))
+    plain, _ = fit(layout)
+    cannot_schedule(monkeypatch)
+    retried, result = fit(layout)
+    assert result.trainer._program.compiler_options == {BUFFERING: UNROLLING[False]}
+    jax.tree.map(np.testing.assert_array_equal, plain, retried)
+    why = UNSCHEDULED.partition("\n")[0]
+    fix = "[compiler] double_buffering = false does so at once."
+    said = [line for line in caplog.messages if "double buffering" in line]
+    assert said == [f"note: compiled again without double buffering, because XLA failed: {why}; {fix}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "compiler"),
+    [("key", Compiler(double_buffering=True)), ("option", Compiler(options={BUFFERING: UNROLLING[True]}))],
+)
+def test_double_buffering_that_the_layout_chose_is_an_error_where_xla_cannot_schedule_it(name, compiler, monkeypatch, golden):
+    cannot_schedule(monkeypatch)
+    with pytest.raises(LayoutError) as refused:
+        fit(spmd.Layout(compiler=compiler, mesh=(("data", -1),)))
+    golden(f"double_buffering_that_xla_cannot_schedule_{name}", str(refused.value))
+    with pytest.raises(LayoutError) as planned:
+        check_buffering(f"compiling for 8xh100 failed:\n    JaxRuntimeError: {UNSCHEDULED}", compiler, "this layout")
+    assert planned.value.problems[0].why == refused.value.problems[0].why
+
+
+def test_other_errors_of_xla_and_options_in_xla_flags_are_no_reason_to_compile_again(monkeypatch):
+    for error, flags in (("INTERNAL: something else", ""), (UNSCHEDULED, f"--{BUFFERING}=X")):
+        with monkeypatch.context() as patch:
+            cannot_schedule(patch, error)
+            patch.setenv("XLA_FLAGS", flags)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+                fit(spmd.Layout(mesh=(("data", -1),)))
 
 
 def plan(layout, target="2xcpu"):

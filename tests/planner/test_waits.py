@@ -13,11 +13,11 @@ import spmd
 from spmd.layout.compiler import TRITON, UNROLLING
 from spmd.mesh import MeshSpec
 from spmd.planner.compile import PLUGIN
-from spmd.planner.compile_server import BUFFERING_ERROR, TRITON_ERROR, other_options
 from spmd.planner.hlo import parse
 from spmd.planner.plan_data import _rematerialized, _waits
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import timeline_of
+from spmd.train.compiler_options import BUFFERING, BUFFERING_ERROR, TRITON_ERROR, other_options
 
 MESH, CLUSTER = MeshSpec.parse("data=8"), Cluster.parse("8xh100")
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -68,18 +68,22 @@ def test_what_xla_computes_twice():
     assert _rematerialized(timeline_of(parse(PROGRAM.replace(".remat", "")), MESH, CLUSTER, ("data",))) == []
 
 
-def test_which_errors_of_xla_are_compiled_again():
+def test_which_errors_of_xla_are_compiled_again(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
     error = f"INTERNAL: {TRITON_ERROR} that satisfy hlo: %dot = f32[3,3] dot(%a, %b), metadata={{op_name=...}}\nmore"
-    assert other_options(error, {}, "") == {
+    assert other_options(error, {}, ()) == {
         "options": {TRITON: False},
         "retried": f"INTERNAL: {TRITON_ERROR} that satisfy hlo: %dot = f32[3,3] dot(%a, %b)",
     }
-    assert not other_options("INTERNAL: something else", {}, "")
-    assert not other_options(error, {TRITON: True}, "") and not other_options(error, {}, f"--{TRITON}=true")
-    name = "xla_gpu_enable_while_loop_unrolling"
+    assert not other_options("INTERNAL: something else", {}, ())
     unscheduled = f"INTERNAL: RET_CHECK failure: get-tuple-element.1034 {BUFFERING_ERROR} loop_add_fusion.1"
-    assert other_options(unscheduled, {name: UNROLLING[True]}, "")["options"] == {name: UNROLLING[False]}
-    assert not other_options(unscheduled, {name: UNROLLING[False]}, "")
+    assert other_options(unscheduled, {BUFFERING: UNROLLING[True]}, ())["options"] == {BUFFERING: UNROLLING[False]}
+    assert not other_options(unscheduled, {BUFFERING: UNROLLING[False]}, ())
+    for chosen in (spmd.Compiler(double_buffering=True), spmd.Compiler(options={BUFFERING: UNROLLING[True]})):
+        assert other_options(error, {}, chosen.chosen) and not other_options(unscheduled, {}, chosen.chosen)
+    assert not other_options(error, {TRITON: True}, spmd.Compiler(options={TRITON: True}).chosen)
+    monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=true")
+    assert not other_options(error, {}, ()) and other_options(unscheduled, {}, ())
 
 
 class ViT(nnx.Module):
