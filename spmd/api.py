@@ -232,12 +232,16 @@ def fit(
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:
     """The description of the run in its checkpoints, besides the arrays and the position."""
     config = trainer.placed.config
-    accumulated = {"accumulated gradients of stacks": program.accumulated} if program and program.accumulated else {}
+    chosen = {"accumulated gradients of stacks": program.accumulated, "parameters gathered by layer": program.by_layer} if program else {}
     return {
         "data": {**reader.fingerprint(), "seed": config.seed},
         "layout": trainer.layout.to_toml(),
         "mesh": str(MeshSpec.parse(trainer.mesh)),
-        "options": {"precision": config.precision, "accumulate": config.accumulate, **accumulated},
+        "options": {
+            "precision": config.precision,
+            "accumulate": config.accumulate,
+            **{name: value for name, value in chosen.items() if value},
+        },
         "storage": trainer.packing,
     }
 

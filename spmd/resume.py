@@ -73,7 +73,8 @@ def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any],
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
     raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
     new_options = {"mesh": meta["mesh"], **meta["options"]}
-    changes = [f"{name} was {options.get(name)}, is {value}" for name, value in new_options.items() if options.get(name) != value]
+    names = [name for name in {**options, **new_options} if options.get(name) != new_options.get(name)]
+    changes = [f"{name} was {options.get(name)}, is {new_options.get(name)}" for name in names]
     changes += ["the layout has changed"] if layout != meta["layout"] else []
     changes += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unhashed else []
     state, comm_changes = trainer.load(store, step)

@@ -48,7 +48,7 @@ class Gradients:
       diagnostics: measure the residuals' norm and the error of the mean; costs one more exact reduction per step.
       weights: "exact" or "bfloat16": the format in which sharded weights are gathered.
       gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the loop over them, the "full" stack before
-        it, or "auto": by layer from 128 MiB on. By layer, memory holds few layers' weights.
+        it, or "auto": as memory and sizes say (docs/layouts.md). By layer, memory holds few layers' weights.
       accumulate: what several microbatches add up of weights that are gathered by layer: "local" gradients, full on each worker, which are
         reduced once per step, as those of all other weights are; "reduced" ones, reduced in every microbatch, which takes the memory of
         shards and sends as many times the bytes; or "auto": local ones, if a device has room.

@@ -12,6 +12,7 @@ import jax
 
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.jaxpr import uses
+from spmd.layout.resolve import num_shards
 from spmd.models.base import LAYER_PARAMS, Model
 from spmd.models.blocks import INSIDE, BlockTrace, block_groups
 from spmd.path_match import matches
@@ -25,7 +26,13 @@ from spmd.wire.reduction import RESIDUAL, Memory, Transfer
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.sharded import Gathering
 
-AUTO_BYTES = 128 * 2**20  # of a model's stacks and blocks on one device, from which on `gather = "auto"` gathers one layer at a time
+# `gather = "auto"` gathers one by one blocks of this size; or, where devices do not say how much memory they have, stacks and blocks that
+# have as much in all. Evidence: benchmarks/results/gather_auto.md.
+AUTO_BYTES = 128 * 2**20
+# Of what the state leaves of a device's memory, the share that full weights or gradients may take which layers one by one would not. The
+# rest is for activations, which are not known before compiling, and for copies: XLA:GPU counts sums of gradients once more for each copy
+# of a loop that it unrolls, and where they then exceed a device, it recomputes products.
+ROOM = 1 / 3
 ANOTHER = "that of another block is, "  # gathered in full: its path follows
 
 
@@ -141,13 +148,23 @@ def _trimmed(spec: Spec) -> Spec:
     return spec if not spec or spec[-1] is not None else _trimmed(spec[:-1])
 
 
-def block_trace(sync: GradientSync, model: Model, params: Tree) -> BlockTrace:
-    """Records the calls of blocks, while the loss is traced; of none where nothing is gathered by layer."""
+def full_bytes(sync: GradientSync, path: str) -> int:
+    """Bytes of a parameter on one device, once it is gathered."""
+    placement = sync.resolved.placements[path]
+    return placement.nbytes // num_shards(keep_axes(placement.spec, sync.mesh_axes.model_axes), sync.resolved.mesh)
+
+
+def block_trace(sync: GradientSync, model: Model, params: Tree, left: int | None) -> BlockTrace:
+    """Records the calls of blocks, while the loss is traced; of none where nothing is gathered by layer. `left`: see `choose_layerwise`."""
     sharded = [path for path in flatten(params) if sync.is_sharded(path)] if _by_layer(sync) else []
-    if sync.resolved.layout.gradients.gather == "auto" and sum(sync.resolved.placements[path].nbytes for path in sharded) < AUTO_BYTES:
-        sharded = []
-    groups = block_groups(params, model.stacks().keys()) if sharded else []
+    groups = block_groups(params, model.stacks().keys()) if sharded and not _too_small(sync, sharded, left) else []
     return BlockTrace([group for group in groups if any(path.startswith(f"{group[0]}/") for path in sharded)])
+
+
+def _too_small(sync: GradientSync, paths: Iterable[str], left: int | None) -> bool:
+    """Whether `gather = "auto"` gathers these parameters in full, on devices that do not say how much memory they have."""
+    automatic = sync.resolved.layout.gradients.gather == "auto" and left is None
+    return automatic and sum(full_bytes(sync, path) for path in paths) < AUTO_BYTES
 
 
 def _by_layer(sync: GradientSync) -> bool:
@@ -155,13 +172,18 @@ def _by_layer(sync: GradientSync) -> bool:
     return declared.gather != "full" and sync.reduction.manual and not sync.reduction.keeps_params and not sync.registered
 
 
-def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree, blocks: BlockTrace) -> tuple[GradientSync, list[str]]:
-    """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and their blocks; and notes on what is
-    gathered how. Layers are those of a stack, and blocks: equal siblings, each of which is called once.
+def choose_layerwise(
+    sync: GradientSync, model: Model, jaxpr: Any, params: Tree, blocks: BlockTrace, left: int | None
+) -> tuple[GradientSync, list[str]]:
+    """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and their blocks, if the layout or the bytes
+    say so; and notes on what is gathered how. Layers are those of a stack, and blocks: equal siblings, each of which is called once.
+
+    The choice depends on the model, the layout and the devices alone: all processes, and a run that resumes on such devices, choose alike.
 
     Args:
       jaxpr: of the loss; its first inputs are the parameters.
       blocks: what was recorded in that trace.
+      left: bytes of each device's memory that the state leaves; None if devices do not say how much they have.
 
     Raises:
       LayoutError: the layout asks for `gather = "layer"`, and a parameter of a layer cannot be gathered so.
@@ -175,23 +197,25 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree,
         path: number for number, path in enumerate(flatten(params)) if (path in model.stacks() or path in owners) and sync.is_sharded(path)
     }
     found = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
-    reasons = {path: why for path, used in found.items() if (why := _why_full(sync, path, used, owners.get(path)))}
-    for group in called:
+    if not found or _too_small(sync, found, left):
+        return sync, _not_used(sync)
+    one_by_one, why_blocks = _blocks_one_by_one(sync, {path: owners[path] for path in found if path in owners}, left)
+    chosen = {path: used for path, used in found.items() if one_by_one or path not in owners}
+    reasons = {path: why for path, used in chosen.items() if (why := _why_full(sync, path, used, owners.get(path)))}
+    for group in called if one_by_one else ():
         reasons |= _reasons_of_group(blocks, group, [path for path in found if owners.get(path) in group], reasons)
     if declared.gather == "layer":
         headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of stacks, and equal blocks, one by one'
         raise_problems(LayoutError, headline, _problems(reasons, owners, called))
-        if not found:
-            return sync, _not_used(sync)
-    elif sum(placements[path].nbytes for path in found) < AUTO_BYTES:
-        return sync, []
-    by_layer, notes = frozenset(found.keys() - reasons.keys()), []
+    by_layer, notes = frozenset(chosen.keys() - reasons.keys()), []
     for kind, way, before, paths in (
         ("stacks", "one layer at a time", "their loop", found.keys() - owners.keys()),
-        ("blocks", "block by block", "the loss", found.keys() & owners.keys()),
+        ("blocks", f"block by block: {why_blocks}", "the loss", found.keys() & owners.keys()),
     ):
-        if chosen := by_layer & paths:
-            notes.append(f"{len(chosen)} parameters of {kind} ({_size(sync, chosen)}) are gathered {way}.")
+        if now := by_layer & paths:
+            notes.append(f"{len(now)} parameters of {kind} ({_size(sync, now)}) are gathered {way}.")
+        if rest := paths - chosen.keys():
+            notes.append(f"{len(rest)} parameters of {kind} ({_size(sync, rest)}) are gathered in full, before {before}: {why_blocks}.")
         full = [path for path in reasons if path in paths]
         for path in full[:1]:
             size = _size(sync, full)
@@ -199,6 +223,28 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree,
     gathered = {owners[path] for path in by_layer & owners.keys()}
     groups = tuple(tuple(sorted(group, key=blocks.order.index)) for group in called if {*group} <= gathered)
     return dataclasses.replace(sync, layerwise=by_layer, blocks=groups), notes
+
+
+def _blocks_one_by_one(sync: GradientSync, owners: Mapping[str, str], left: int | None) -> tuple[bool, str]:
+    """Whether blocks, by path of their parameters, are gathered one by one, and why.
+
+    A stack's loop is always faster so, and holds less. Blocks in full are not: XLA then sees the passes of all blocks at once, and
+    computes them in fewer kernels, which counts where a block is small.
+    """
+    if sync.resolved.layout.gradients.gather == "layer":
+        return True, '[gradients] gather = "layer"'
+    sizes: dict[str, int] = {}
+    for path, block in owners.items():
+        sizes[block] = sizes.get(block, 0) + full_bytes(sync, path)
+    largest, total = max(sizes.values(), default=0), sum(sizes.values())
+    if left is None:
+        return True, f"devices do not say how much memory they have, and {format_bytes(AUTO_BYTES)} or more are gathered"
+    if largest >= AUTO_BYTES:
+        return True, f"a block has {format_bytes(largest)}, {format_bytes(AUTO_BYTES)} or more"
+    fits = 2 * total <= ROOM * left
+    room = f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that the state leaves on a device"
+    small = f"a block has {format_bytes(largest)}, less than {format_bytes(AUTO_BYTES)}, and "
+    return not fits, f"{small if fits else ''}weights and gradients of all blocks {'fit into' if fits else 'exceed'} {room}"
 
 
 def _not_used(sync: GradientSync) -> list[str]:

@@ -12,17 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.layout.resolve import num_shards
-from spmd.specs import keep_axes
 from spmd.sync.gradient_sync import GradientSync
-from spmd.train.device_memory import tree_on_device
+from spmd.sync.layer_gather import ROOM, full_bytes
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, format_bytes
-
-# Of what state and two layers leave of a device's memory, the share that sums of full gradients may take. The rest is for activations,
-# which are not known before compiling, and for copies: XLA:GPU counts the sums once more for each copy of a loop that it unrolls, and where
-# they then exceed a device, it recomputes products.
-ROOM = 1 / 3
 
 
 def microbatches(tree: Tree, count: int) -> Tree:
@@ -68,18 +61,19 @@ def choose_accumulation(placed: PlacedModel, sync: GradientSync) -> tuple[Gradie
     if count == 1 or not sync.layerwise:
         why = "there is one microbatch" if count == 1 else "no gradients are those of weights that are gathered layer by layer"
         return sync, [] if declared == "auto" else [f'note: [gradients] accumulate = "{declared}" is not used: {why}.']
-    placements, mesh, limit = sync.resolved.placements, placed.resolved.mesh, placed.device_memory
+    state_leaves = placed.memory_left
     layers = dict(placed.model.stacks())  # of each parameter: among how many layers or blocks it is one of the same size
     layers |= {path: len(group) for group in sync.blocks for block in group for path in sync.layerwise if path.startswith(f"{block}/")}
-    sizes = {
-        path: placements[path].nbytes // num_shards(keep_axes(placements[path].spec, sync.mesh_axes.model_axes), mesh)
-        for path in sync.layerwise
-    }
+    sizes = {path: full_bytes(sync, path) for path in sync.layerwise}
     size, two_layers = sum(sizes.values()), sum(2 * size // layers[path] for path, size in sizes.items())
-    left = (limit or 0) - tree_on_device(placed.abstract_state) - two_layers
-    fits = limit is not None and size <= ROOM * left
+    left = (state_leaves or 0) - two_layers
+    fits = state_leaves is not None and size <= ROOM * left
     room = f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that state and two layers leave on a device"
-    why = "devices do not say how much memory they have" if limit is None else f"in full they {'fit into' if fits else 'exceed'} {room}"
+    why = (
+        "devices do not say how much memory they have"
+        if state_leaves is None
+        else f"in full they {'fit into' if fits else 'exceed'} {room}"
+    )
     why = f'[gradients] accumulate = "{declared}"' if declared != "auto" else why
     kinds = {"stacks": sizes.keys() & placed.model.stacks().keys(), "blocks": sync.blocks}
     of = " and ".join(kind for kind, present in kinds.items() if present)

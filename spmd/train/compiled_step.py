@@ -67,7 +67,7 @@ class Program:
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
         chosen: dict[str, None] = {}  # by modules
-        blocks = block_trace(placed.exchange, placed.model, placed.abstract_state.params)
+        blocks = block_trace(placed.exchange, placed.model, placed.abstract_state.params, placed.memory_left)
         trace = functools.partial(trace_objective, placed, self._train_objective, sample, self.rows, seen)
         (value, extra), self._jaxpr = trace(self.schedules, chosen, blocks)
         # what in a batch makes the loss NaN, as the end of a sentence
@@ -82,8 +82,8 @@ class Program:
         check_remat(placed, self._jaxpr.jaxpr)
         placed.products.check(seen.modules, placed.resolved.layout.source)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
-        params = placed.abstract_state.params
-        self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, params, blocks)
+        params, left = placed.abstract_state.params, placed.memory_left
+        self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, params, blocks, left)
         self.sync, accumulation = choose_accumulation(placed, self.sync)
         self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self._loss_names = (LOSS, *extra)
@@ -109,6 +109,11 @@ class Program:
         if self.placed.config.accumulate == 1 or not self.sync.layerwise:
             return None
         return "local" if self.sync.sums_layers else "reduced"
+
+    @property
+    def by_layer(self) -> int:
+        """How many parameters are gathered layer by layer, of stacks and of lists of blocks."""
+        return len(self.sync.layerwise)
 
     @functools.cached_property
     def eval_names(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
 from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
-from spmd.train.device_memory import memory_limit
+from spmd.train.device_memory import memory_limit, tree_on_device
 from spmd.train.host_memory import check_memory
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
@@ -135,6 +135,11 @@ class PlacedModel:
     def device_memory(self) -> int | None:
         """Bytes that a program may use on each device; None if it is not known, as on CPUs."""
         return self._device_memory if isinstance(self.mesh, AbstractMesh) else memory_limit(self.mesh)
+
+    @property
+    def memory_left(self) -> int | None:
+        """Bytes of each device's memory that the state leaves; None if it is not known, as on CPUs."""
+        return None if (limit := self.device_memory) is None else limit - tree_on_device(self.abstract_state)
 
     def _run(self, model: Any) -> None:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""

@@ -151,4 +151,6 @@ def test_elementwise_results_are_computed_again(compute, kept):
 
     ours = gathered_policy({}, None)
     assert (saved(ours) == kept < saved(everything)) if kept else (saved(ours) == saved(everything) > 2)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), *(gradient(of)(x, weights) for of in (ours, everything)))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), *(gradient(of)(x, weights) for of in (ours, everything))
+    )

@@ -13,6 +13,9 @@ from flax import linen, nnx
 
 import spmd
 from spmd.errors import LayoutError
+from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.train.compiled_step import prepare_program
+from spmd.train.model_setup import PlacedModel, TrainConfig
 from tests.train.test_layer_gather import (
     WIDTH,
     Net as StackNet,
@@ -20,6 +23,7 @@ from tests.train.test_layer_gather import (
     batch,
     check_residual,
     gathered_by_layer,
+    has_memory,
     loss,
     params,
     sharded,
@@ -296,11 +300,36 @@ def test_a_gather_by_layer_that_applies_to_nothing_is_said(net, replicated, mesh
     assert not any("is not used" in note for note in trainer_of(sharded("layer"), net=lambda: Net()).notes())
 
 
-def test_notes_say_what_is_gathered_block_by_block(monkeypatch):
-    monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", 0)
-    trainer = trainer_of(sharded("auto"), net=lambda: Net())
-    assert "blocks/0/up/kernel" in gathered_by_layer(trainer)
-    assert any(re.fullmatch(r"20 parameters of blocks \(.*\) are gathered block by block\.", note) for note in trainer.notes())
+OF_ALL, LEAVES = "weights and gradients of all blocks", "leaves on a device"
+BLOCKS = [  # the memory of a device, the least bytes of a block, whether blocks are gathered one by one, and why
+    (None, 0, True, "devices do not say how much memory they have, and 0 B or more are gathered"),
+    (None, 2**20, False, None),
+    (300_000, 2**20, False, f"a block has 3.7 KiB, less than 1.0 MiB, and {OF_ALL} fit into 33% of the 288.0 KiB that the state {LEAVES}"),
+    (90_000, 2**20, True, f"{OF_ALL} exceed 33% of the 82.9 KiB that the state {LEAVES}"),
+    (300_000, 2**10, True, "a block has 3.7 KiB, 1.0 KiB or more"),
+]
+
+
+@pytest.mark.parametrize(("memory", "least", "one_by_one", "why"), BLOCKS)
+def test_fit_and_plans_decide_alike_how_blocks_are_gathered(memory, least, one_by_one, why, monkeypatch):
+    monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", least)
+    has_memory(monkeypatch, memory)
+    trained, _ = trainer_of(sharded("auto"), net=lambda: Net()).prepare(batch())
+    config, mesh = TrainConfig(lambda: Net(), loss, optax.sgd(0.05, momentum=0.9)), abstract_mesh(MeshSpec.parse("data=8"))
+    placed = PlacedModel(config, mesh, sharded("auto"), platform="cpu", device_memory=memory)
+    planned = prepare_program(placed, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch()))
+    assert bool(trained.sync.blocks) == bool(planned.sync.blocks) == one_by_one
+    way = "block by block" if one_by_one else "in full, before the loss"
+    expected = [] if why is None else [f"20 parameters of blocks (14.8 KiB) are gathered {way}: {why}."]
+    assert trained.notes == planned.notes == expected
+
+
+def test_stacks_are_gathered_by_layer_on_devices_that_say_how_much_memory_they_have(monkeypatch):
+    assert not gathered_by_layer(trainer_of(sharded("auto"), net=lambda: StackNet()))
+    has_memory(monkeypatch, 10**9)
+    trainer = trainer_of(sharded("auto"), net=lambda: StackNet())
+    assert any(path.startswith("stack/") for path in gathered_by_layer(trainer))
+    assert any("parameters of stacks" in note and note.endswith("are gathered one layer at a time.") for note in trainer.notes())
 
 
 def test_calls_in_an_order_that_changes_are_an_error():
