@@ -217,7 +217,7 @@ def test_fit_compiles_again_without_double_buffering_where_xla_cannot_schedule_i
     plain, _ = fit(layout)
     cannot_schedule(monkeypatch)
     retried, result = fit(layout)
-    assert result.trainer._program.compiler_options == {BUFFERING: UNROLLING[False]}
+    assert result.trainer._program.compiler_options == CPU_DEFAULTS | {BUFFERING: UNROLLING[False]}
     jax.tree.map(np.testing.assert_array_equal, plain, retried)
     why = UNSCHEDULED.partition("\n")[0]
     fix = "[compiler] double_buffering = false does so at once."
