@@ -4,7 +4,8 @@
 
 For each device, the shares of the peak in matrix products and of the memory's bandwidth are searched on a grid, with the least mean squared
 logarithm of predicted / measured, each source with the same weight, and with a weak preference for PRIOR. Leave-one-source-out: the fit is
-repeated without each source, and predicts that source's runs. Everything else in a target is not fitted.
+repeated without each source, and predicts that source's runs, also those that were never fitted to (`fitted = false`). Everything else in a
+target is not fitted.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from spmd.planner.timeline import timeline_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import reported
-from benchmarks.published.run import Run, errors, plan, read
+from benchmarks.published.entries import Run, read
+from benchmarks.published.run import errors, plan
 
 COARSE = np.array([0.5, 0.6, 0.75, 1.0]), np.array([0.6, 0.75, 1.0])  # matmul and memory for which times are computed
 MATMUL, MEMORY = np.arange(0.5, 0.96, 0.01), np.arange(0.6, 0.96, 0.01)  # and those that are searched; times are linear in 1 / share
@@ -59,12 +61,13 @@ def fitted(runs: Collection[Run], grid: Grid) -> tuple[int, int]:
 
 def of_chip(runs: Collection[Run], grid: Grid, held_out: dict[str, float]) -> list[str]:
     """A report on one kind of device; adds predicted / measured of each run, by a fit without its source, to `held_out`."""
-    everything = fitted(runs, grid)
+    chosen = [run for run in runs if run.fitted]
+    everything = fitted(chosen, grid)
     lines = ["| left out | matmul | memory | predicted / measured of what was left out |", "|---|---|---|---|"]
-    inside = ", ".join(f"{run.id} {grid[run.id][everything] / run.seconds:.2f}" for run in runs)
+    inside = ", ".join(f"{run.id} {grid[run.id][everything] / run.seconds:.2f}" for run in chosen)
     lines.append(f"| nothing | {MATMUL[everything[0]]:.2f} | {MEMORY[everything[1]]:.2f} | in sample: {inside} |")
     for source in sorted({run.source for run in runs}):
-        at = fitted([run for run in runs if run.source != source], grid)
+        at = fitted([run for run in chosen if run.source != source], grid)
         ratios = {run.id: grid[run.id][at] / run.seconds for run in runs if run.source == source}
         held_out |= ratios
         shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
@@ -88,6 +91,9 @@ def main() -> None:
         lines += [f"## {chip}", "", *of_chip([run for run in runs if chips[run.id] == chip], grid, held_out), ""]
     median, worst = errors(list(held_out.values()))
     lines.append(f"On sources that were left out: {len(held_out)} runs, median error {median:.1%}, worst {worst:.1%}.")
+    for title, fitted_to in (("fitted to otherwise", True), ("never fitted to", False)):
+        median, worst = errors([held_out[run.id] for run in runs if run.fitted == fitted_to])
+        lines.append(f"- {title}: {sum(run.fitted == fitted_to for run in runs)} runs, median error {median:.1%}, worst {worst:.1%}.")
     print("\n".join(lines))
     head = reported.head(
         "Shares of the peak, fitted to published runs", "python benchmarks/published/fit.py", "jax", "jaxlib", "jax-cuda13-pjrt"

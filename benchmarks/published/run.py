@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,122 +24,29 @@ import optax
 from flax import nnx
 
 import spmd
-from spmd.mesh import MeshSpec
-from spmd.planner.target import Cluster
 from spmd.planner.text_report import time_range
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import reported
+from benchmarks.published.comparisons import rankings_report, scaling_report
+from benchmarks.published.entries import REMATS, Published, Run, Times, layout_of, mesh_of, read
 from benchmarks.published.models import KINDS, loss_of_logits, next_token_loss
 from benchmarks.published.peaks import INTRODUCTION as PEAKS, peak_row
 
-RUNS = Path(__file__).parent / "runs.toml"
-REMATS = {  # by an entry's `remat`
-    "": spmd.Remat(),
-    "products": spmd.Remat("dots", modules=("blocks/layers",)),
-    "layers": spmd.Remat(modules=("blocks/layers",)),
-    "weights_products": spmd.Remat("dots_no_batch", modules=("blocks/layers",)),
-    "first_of_pairs": spmd.Remat(modules=("blocks/layers/first",), rules=(spmd.Remat("dots_no_batch", ("blocks/layers/second",)),)),
-}
 # XLA would compute products again to save memory, also where the step fits without it; the programs that were measured do not.
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """An entry of runs.toml, which says what its fields are."""
-
-    id: str
-    source: str
-    of: str
-    hardware: str
-    target: str = ""
-    model: str = ""
-    layout: str = ""
-    mesh: str = ""
-    rows: int = 0
-    accumulate: int = 1
-    remat: str = ""
-    attention: str | None = "auto"
-    logits: bool = False
-    kernel: str = ""
-    seconds: float | None = None
-    peak: float | None = None
-    out_of_memory: bool = False
-    memory: str = ""
-    differs: str = ""
-    doubtful: str = ""
-    not_planned: str = ""
-
-    @property
-    def counted(self) -> bool:
-        """Whether its error is part of the statistics."""
-        return not self.doubtful and not self.not_planned and self.seconds is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """The content of runs.toml: runs, and the models and targets that they name."""
-
-    runs: tuple[Run, ...]
-    models: Mapping[str, Mapping[str, Any]]
-    targets: Mapping[str, Mapping[str, Any]]
-    kernels: Mapping[str, Mapping[str, tuple[float, float]]]
-
-    def dense(self, run: Run) -> bool:
-        """Whether its model is a transformer of text."""
-        return bool(run.model) and self.models[run.model]["kind"] in ("gpt", "unrolled_gpt", "llama")
-
-    def cluster(self, run: Run) -> Cluster:
-        """Its hardware; a target of runs.toml is another one with some figures replaced, and so is one with another kernel of attention."""
-        count, times, name = run.target.rpartition("x")
-        changes = dict(self.targets.get(name, {"like": name}))
-        cluster = Cluster.parse(f"{count}{times}{changes.pop('like')}")
-        clocks = changes.pop("clocks", 1.0)
-        changes["flops"] = {dtype: rate * clocks for dtype, rate in cluster.target.flops.items()}
-        if run.kernel:
-            shares = self.kernels[run.kernel][cluster.target.name]
-            changes["achieved"] = dataclasses.replace(cluster.target.achieved, attention=shares[0], attention_backward=shares[1])
-        return dataclasses.replace(cluster, target=dataclasses.replace(cluster.target, **({"name": name} | changes)))
-
-
-def read(path: Path = RUNS) -> Published:
-    """The published runs.
-
-    Raises:
-      ValueError: an entry has an unknown key, lacks one, or names a model or remat that is not there.
-    """
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    known, problems, runs = {field.name for field in dataclasses.fields(Run)}, [], []
-    for entry in table["runs"]:
-        planned = () if "not_planned" in entry else ("target", "model", "layout", "rows")
-        missing = {"id", "source", "of", "hardware", *planned} - set(entry)
-        wrong = [f"unknown key {key}" for key in set(entry) - known] + [f"no {key}" for key in missing]
-        if not wrong:
-            run = Run(**entry)
-            runs.append(run)
-            wrong += [f"no model {run.model}"] if run.model and run.model not in table["models"] else []
-            wrong += [f"no remat {run.remat}"] if run.remat not in REMATS else []
-            wrong += [f"no kernel {run.kernel}"] if run.kernel and run.kernel not in table.get("kernels", {}) else []
-            wrong += ["no seconds, and not out_of_memory"] if planned and run.seconds is None and not run.out_of_memory else []
-        problems += [f"{entry.get('id')}: {why}" for why in wrong]
-    repeated = {run.id for run in runs if [other.id for other in runs].count(run.id) > 1}
-    problems += [f"{name}: two entries" for name in sorted(repeated)]
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    return Published(tuple(runs), table["models"], table.get("targets", {}), table.get("kernels", {}))
 
 
 def plan(run: Run, published: Published) -> Any:
     """The plan of a run: all its microbatches, with the optimizer's step."""
     sizes = dict(published.models[run.model])
     kind, length, cluster = sizes.pop("kind"), sizes.pop("length", 0), published.cluster(run)
-    here = RUNS.parent / f"{run.layout}.toml"
-    layout = spmd.Layout.load(here if here.is_file() else run.layout)
+    layout = layout_of(run)
     compiler = dataclasses.replace(layout.compiler, options=OPTIONS)
     layout = dataclasses.replace(layout, attention=spmd.Attention(run.attention or None), remat=REMATS[run.remat], compiler=compiler)
-    mesh = MeshSpec.parse(run.mesh or dict(layout.mesh)).resolve(cluster.count)
-    rows = run.rows * run.accumulate * mesh.sizes["data"]
+    if layout.pipeline.axis:
+        layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, microbatches=run.accumulate))
+    mesh, rows = mesh_of(run, layout, cluster.count), published.step_rows(run)
     if kind in ("gpt", "unrolled_gpt"):
         sizes["length"] = length
     if published.dense(run):
@@ -158,7 +64,7 @@ def plan(run: Run, published: Published) -> Any:
         mesh=mesh,
         layout=layout,
         precision="bfloat16",
-        accumulate=run.accumulate,
+        accumulate=1 if layout.pipeline.axis else run.accumulate,
         timeout=1500.0,
     )
 
@@ -177,7 +83,7 @@ def row(run: Run, planned: Any) -> str:
     peak = f"{run.peak:.1f}" if run.peak else "more than there is" if run.out_of_memory else ""
     cells = [run.id, run.source, run.model, run.target, run.mesh or run.layout, f"{run.rows} x {run.accumulate}", run.remat or "-"]
     cells += [measured, f"{times.seconds:.4g} s", time_range(times), ratio, f"{times.mfu:.1%}", peak]
-    cells.append(f"{memory:.1f}" + ("" if planned.fits else " (does not fit)"))
+    cells.append("another schedule's" if planned.layout.pipeline.axis else f"{memory:.1f}" + ("" if planned.fits else " (does not fit)"))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -207,6 +113,15 @@ step are planned, in a loop. What sources leave open, and which runs do not coun
 shares are tested on runs that they were not fitted to."""
 
 
+MISSED = 0.15
+
+RANKINGS = """Pairs of runs with the same source, model, kind and number of devices, and rows in a step. They differ in layout alone: the
+mesh, and the rows of a microbatch. Measured times within 5 % of each other are a tie, since each was measured once. Unstable are runs that
+their source contradicts (runs.toml has the rule, which was written with the measured times known)."""
+SCALING = """Runs of the same program with the same rows on each device, over more and more of them: throughput of each device, relative to
+that of the smallest run. Of each series of several runs only the smallest, if any, was fitted to."""
+
+
 def summary(published: Published, ratios: Mapping[str, float], inside: Collection[str] = ()) -> list[str]:
     """Median and worst error of dense transformers, and of all, and how many measured times are inside of the range of a plan."""
     lines = []
@@ -220,10 +135,12 @@ def summary(published: Published, ratios: Mapping[str, float], inside: Collectio
     return lines
 
 
-def notes(published: Published) -> list[str]:
-    """What is different, doubtful and not planned."""
-    parts = []
-    titles = {"doubtful": "Not counted", "not_planned": "Not planned", "differs": "Programs that differ", "memory": "Peaks explained"}
+def notes(published: Published, ratios: Mapping[str, float]) -> list[str]:
+    """What was not reached, and what is different, doubtful and not planned."""
+    missed = [run for run in published.runs if run.id in ratios and run.counted and abs(ratios[run.id] - 1) > MISSED]
+    parts = [f"## Errors of more than {MISSED:.0%}", "", *(f"- {run.id}, {ratios[run.id]:.2f}: {run.differs}." for run in missed), ""]
+    titles = {"doubtful": "Not counted", "unstable": "Not counted or ranked", "not_planned": "Not planned"}
+    titles |= {"differs": "Programs that differ", "memory": "Peaks explained"}
     for field, title in titles.items():
         found: dict[str, list[str]] = {}
         for run in published.runs:
@@ -241,7 +158,7 @@ def main() -> None:
     published = read()
     wanted = args.only.split(",") if args.only else [run.id for run in published.runs if not run.not_planned]
     peaks: list[str] = []
-    lines, ratios, inside = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)], {}, []
+    lines, ratios, times, inside = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)], {}, {}, []
     print("\n".join(lines), flush=True)
     for run in (run for run in published.runs if run.id in wanted):
         try:
@@ -251,15 +168,19 @@ def main() -> None:
             continue
         lines.append(row(run, planned))
         print(planned if args.report else lines[-1], flush=True)
-        peaks += [peak_row(run, planned)] if run.peak or run.out_of_memory else []
+        if (run.peak or run.out_of_memory) and not planned.layout.pipeline.axis:
+            peaks.append(peak_row(run, planned))
+        times[run.id] = Times(planned.timeline.seconds, *planned.timeline.range)
         if run.seconds:
             (low, high), ratios[run.id] = planned.timeline.range, planned.timeline.seconds / run.seconds
             inside += [run.id] if low <= run.seconds <= high else []
-    print(*summary(published, ratios, inside), *([PEAKS, *peaks] if peaks else []), sep="\n")
+    ranked = ["## Rankings", "", RANKINGS, "", *rankings_report(published, times)]
+    compared = [*ranked, "", "## Scaling", "", SCALING, "", *scaling_report(published, times), "", PEAKS, *peaks]
+    print(*summary(published, ratios, inside), "", *compared, sep="\n")
     if not args.only:
         head = reported.head("Published runs, planned", "python benchmarks/published/run.py", "jax", "jaxlib", "jax-cuda13-pjrt")
         found = [f"- {line}" for line in summary(published, ratios, inside)]
-        reported.write("published", [*head, *lines, "", *found, "", INTRODUCTION, "", PEAKS, *peaks, "", *notes(published)])
+        reported.write("published", [*head, *lines, "", *found, "", INTRODUCTION, "", *compared, "", *notes(published, ratios)])
 
 
 if __name__ == "__main__":

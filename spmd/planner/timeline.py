@@ -2,8 +2,8 @@
 
 Each instruction takes its launch overhead and a roofline time: its products at the rate that their sizes reach on the target
 (`kernel_time.py`) or bytes at the memory's bandwidth, whichever takes longer.
-A collective takes the time of its bytes on each level of links (`Transfer.levels`) and a latency per
-round; computation between its start and its end in XLA's schedule hides it. Collectives run one at a time. All devices are equal.
+A collective takes the time of its bytes on the slower of two levels of links (`Transfer.levels`) and the latencies of its hops;
+computation between its start and its end in XLA's schedule hides it. Collectives run one at a time. All devices are equal.
 Copies between device and host take the time of their bytes on the host's link, one at a time, and are hidden likewise.
 """
 
@@ -31,7 +31,6 @@ KINDS = {"matmul": "products", "convolution": "convolutions", "attention": "atte
 SPREADS = {"products": "matmul", "launches": "launch", "exposed": "link", "convolutions": "convolution"}  # of parts, if named otherwise
 REMATERIALIZED = ".remat"  # in the names of operations that XLA repeats to save memory
 ADDED = (*LIMITS.values(), "compute", "communicated", "host_seconds", "host_bytes", "rematerialized")  # of a loop's body
-ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "collective_permute": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,17 +290,37 @@ class _Schedule(Partitioned):
 
 
 def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective: its bytes over the links of each level, and a latency for each round of a tree."""
+    """Seconds of one collective: its bytes on the slower level of links, since chunks are sent on both at the same time, and its hops.
+
+    >>> cluster = Cluster.parse("64x8xh100")
+    >>> small, large = (reduction_time("reduce_scatter", size, 512, 8, cluster) for size in (1 << 20, 1 << 30))
+    >>> 1e-3 < small < 2e-3 and large > 3 * small
+    True
+    """
     target, (inside, between) = cluster.target, transfer.levels
-    nodes, rounds = transfer.group // transfer.per_node, ROUNDS[transfer.kind]
-    single = transfer.kind == "collective_permute"
+    near, far = _hops(transfer, target.platform)
+    seconds = max(inside / target.inside.bandwidth, between / target.between.bandwidth) / target.achieved.link
+    return target.achieved.launch + seconds + near * target.inside.latency + far * target.between.latency
 
-    def hops(count: int) -> int:
-        return 1 if single else rounds * math.ceil(math.log2(count)) if count > 1 else 0
 
-    near, far = (0, 1) if single and between else (hops(transfer.per_node), hops(nodes) if not single else 0)
-    seconds = inside / (target.inside.bandwidth * target.achieved.link) + near * target.inside.latency
-    return target.achieved.launch + seconds + between / (target.between.bandwidth * target.achieved.link) + far * target.between.latency
+def _hops(transfer: Transfer, platform: str) -> tuple[int, int]:
+    """How often the latency of links inside a node, and between nodes, delays one collective.
+
+    GPUs' are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk goes around a ring of all devices, twice for an
+    all-reduce, for which there are also trees, over nodes and along the devices of each. Others are trees.
+    """
+    inside, nodes = transfer.per_node, transfer.group // transfer.per_node
+    if transfer.kind == "collective_permute":
+        return (0, 1) if nodes > 1 else (1, 0)
+    rounds = 2 if transfer.kind == "all_reduce" else 1
+    tree = rounds * math.ceil(math.log2(inside)), rounds * math.ceil(math.log2(nodes))
+    if platform != "cuda":
+        return tree
+    if transfer.kind == "all_to_all":  # everybody sends to everybody at the same time
+        return min(inside - 1, 1), min(nodes - 1, 1)
+    if transfer.kind == "all_reduce":
+        return rounds * (inside - 1), tree[1]
+    return inside * nodes - nodes, nodes - 1
 
 
 def latency(transfer: Transfer, cluster: Cluster) -> float:

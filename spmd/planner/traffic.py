@@ -68,20 +68,19 @@ class Transfer:
 
     @property
     def levels(self) -> tuple[float, float]:
-        """Of these, bytes to devices of the same node and to other nodes, with a hierarchical algorithm.
+        """Of these, bytes to devices of the same node and to other nodes.
 
-        An all-reduce is then a reduce-scatter inside the node, an all-reduce of every device's shard between nodes, and an all-gather
-        inside; both sums are that of a ring.
+        A ring passes through all devices of a node and then those of the next one. There are as many rings as devices in a node, each with
+        a link of its own between nodes. Two nodes exchange the halves of an all-reduce, as two trees do.
         """
         k, n, b = self.per_node, self.group // self.per_node, self.operand
         if self.kind == "collective_permute":
             return (float(b), 0.0) if n <= 1 else (0.0, float(b))
-        if self.kind == "all_gather":
-            return (k - 1) * n * b, (n - 1) * b
         if self.kind == "all_to_all":
             return (k - 1) * b / (k * n), (n - 1) * b / n
-        turns = 2 if self.kind == "all_reduce" else 1
-        return turns * (k - 1) * b / k, turns * (n - 1) * b / (n * k)
+        sent = {"all_gather": (k * n - 1) * b, "reduce_scatter": (k * n - 1) * b / (k * n), "all_reduce": 2 * (k * n - 1) * b / (k * n)}
+        between = 0.0 if n <= 1 else b / k if n == 2 and self.kind == "all_reduce" else sent[self.kind] / k
+        return sent[self.kind] - between, between
 
 
 @dataclasses.dataclass(frozen=True)

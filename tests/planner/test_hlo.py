@@ -8,11 +8,11 @@ import pytest
 
 from spmd.mesh import MeshSpec
 from spmd.planner.cost import FREE
-from spmd.planner.hlo import arrays_of, collective_kind, groups, parse, payload
+from spmd.planner.hlo import Array, arrays_of, collective_kind, groups, parse, payload
 from spmd.planner.kernel_time import matmul, product_time
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import timeline_of, transfer_time
-from spmd.planner.traffic import traffic_of
+from spmd.planner.traffic import Transfer, traffic_of
 
 CLUSTER = Cluster.parse("2x4xh100")
 MESH = MeshSpec.parse("data=4,model=2")
@@ -118,11 +118,11 @@ def test_loops_are_multiplied_and_scopes_found():
 
 
 def test_levels_add_up_to_a_ring():
-    """`data` has 4 devices, two on each node; the bytes inside and between nodes add up to those of a ring."""
+    """`data` has 4 devices, two on each node: a half of the bytes of a ring stay inside, as each has its own link between nodes."""
     for transfer in traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers:
         assert sum(transfer.levels) == transfer.sent
     gather, reduce = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers
-    assert (gather.per_node, gather.levels) == (2, (2 * 4096.0, 4096.0))
+    assert (gather.per_node, gather.levels) == (2, (1.5 * 4096.0, 1.5 * 4096.0))
     assert reduce.levels[1] == 0, "neighbours on `model` share a node"
 
 
@@ -146,5 +146,33 @@ def test_the_times_are_those_of_the_figures():
     off = [part * share for part, share in zip(parts, (spread.memory, spread.matmul, spread.launch, spread.link), strict=True)]
     np.testing.assert_allclose(times.range, (times.seconds - math.hypot(*off), times.seconds + math.hypot(*off)), rtol=1e-12)
     inside, between = gather.levels
-    wanted = inside / (450e9 * 0.75) + between / (50e9 * 0.75) + target.inside.latency + target.between.latency + launch
+    assert inside / 450e9 < between / 50e9
+    wanted = between / (50e9 * 0.75) + 2 * target.inside.latency + target.between.latency + launch
     np.testing.assert_allclose(transfer_time(gather, CLUSTER), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind, cluster, group, per_node, near, far",
+    [
+        ("all_gather", "8xh100", 8, 8, 7, 0),
+        ("reduce_scatter", "64x8xh100", 512, 8, 448, 63),  # a ring of 511 steps, 63 of them between nodes
+        ("all_reduce", "8xh100", 8, 8, 14, 0),
+        ("all_reduce", "64x8xh100", 512, 8, 14, 12),  # trees
+        ("all_to_all", "2x8xh100", 16, 8, 1, 1),
+        ("collective_permute", "2x8xh100", 16, 1, 0, 1),
+        ("collective_permute", "8xh100", 8, 8, 1, 0),
+        ("all_reduce", "8xcpu", 8, 8, 6, 0),
+        ("all_gather", "2x4xcpu", 8, 4, 2, 1),
+    ],
+)
+def test_latencies_are_those_of_rings_and_trees(kind, cluster, group, per_node, near, far):
+    cluster = Cluster.parse(cluster)
+    target, transfer = cluster.target, Transfer(kind, "", (), group, per_node, (), 1, "", "", True)
+    wanted = near * target.inside.latency + far * target.between.latency + target.achieved.launch
+    np.testing.assert_allclose(transfer_time(transfer, cluster), wanted, rtol=1e-12)
+
+
+def test_two_nodes_exchange_an_all_reduce_by_trees():
+    """Between more nodes a ring sends nearly twice the array."""
+    sent = [Transfer("all_reduce", "", (), 8 * n, 8, (Array("float32", (1 << 20,), 32),), 1, "", "", True).levels[1] for n in (1, 2, 3)]
+    assert sent == [0.0, (4 << 20) / 8, 2 * 23 / 24 * (4 << 20) / 8]

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.published.comparisons import contradicted, pairs, rankings_report, scaling_report, series
+from benchmarks.published.entries import Published, Run, Times, read
 from benchmarks.published.fit import MATMUL, MEMORY, fitted, of_chip
 from benchmarks.published.peaks import peak_row
-from benchmarks.published.run import Published, Run, errors, notes, plan, read, row, summary
+from benchmarks.published.run import errors, notes, plan, row, summary
 from spmd.planner.compile import PLUGIN
 from spmd.planner.overhead import Item
 
@@ -33,11 +35,12 @@ def read_text(folder, text):
 
 def test_every_published_run_is_planned_or_says_why_not():
     published = read()
-    assert len(published.runs) == 33 and {run.id for run in published.runs} >= {"T1", "J1", "M9", "N17", "K3", "C2", "V1", "P1"}
+    assert len(published.runs) >= 41 and {run.id for run in published.runs} >= {"T1", "J1", "M9", "N17", "K3", "C2", "V1", "P1"}
     for run in published.runs:
         assert run.not_planned or (published.cluster(run).count and run.model in published.models), run.id
         assert run.seconds or run.out_of_memory or run.not_planned, run.id
-        assert not (run.counted and run.doubtful), run.id
+        assert not (run.counted and (run.doubtful or run.unstable)), run.id
+    assert {run.id for run, _ in contradicted(published)} == {run.id for run in published.runs if run.unstable}
     assert sum(run.counted for run in published.runs) >= 16
 
 
@@ -72,12 +75,63 @@ def test_wrong_entries_are_errors(tmp_path, old, new, problem):
 def test_errors_are_counted_of_runs_without_doubt(tmp_path):
     second = ENTRY.replace("A1", "A2") + 'doubtful = "it says nothing"\n'
     third = ENTRY.replace("A1", "A3") + 'not_planned = "it cannot be"\n'
-    published = read_text(tmp_path, ENTRY + second + third)
+    published = read_text(tmp_path, ENTRY + 'differs = "it is older"\n' + second + third)
     expected = "dense transformers: 1 runs, median error 10.0%, worst 10.0%; 1 inside of the plan's range."
     assert summary(published, {"A1": 0.9, "A2": 3.0}, ["A1"])[0] == expected
     assert errors([0.8, 1.1, 1.0]) == pytest.approx((0.1, 0.2))
-    text = "\n".join(notes(published))
+    text = "\n".join(notes(published, {"A1": 0.8, "A2": 3.0}))
+    assert "- A1, 0.80: it is older." in text and "- A2, " not in text
     assert "- A2: it says nothing." in text and "- A3: it cannot be." in text
+
+
+def times(seconds):
+    return {name: Times(middle, 0.9 * middle, 1.1 * middle) for name, middle in seconds.items()}
+
+
+def entry(name, *, seconds, target="8xh100", mesh="data=8", rows=2, more=""):
+    changes = {"A1": name, "8xh100": target, "rows = 2": f'rows = {rows}\nmesh = "{mesh}"', "seconds = 1.5": f"seconds = {seconds}"}
+    text = ENTRY
+    for old, new in changes.items():
+        text = text.replace(f'"{old}"', f'"{new}"') if f'"{old}"' in text else text.replace(old, new)
+    return text + more
+
+
+def test_pairs_differ_in_layout_alone(tmp_path):
+    entries = [
+        entry("A1", seconds=1.0),
+        entry("A2", seconds=2.0, mesh="data=4,model=2", rows=4),
+        entry("A3", seconds=2.05, mesh="data=2,model=4", rows=8),
+        entry("B1", seconds=4.0, rows=4),  # more rows in a step
+        entry("B2", seconds=9.0, mesh="data=2,stage=4", rows=8, more='unstable = "it varies"\n'),
+        entry("C1", seconds=0.6, target="2x8xh100", mesh="data=8,model=2"),  # more devices
+    ]
+    published = read_text(tmp_path, "".join(entries))
+    planned = times({"A1": 1.1, "A2": 1.0, "A3": 1.5, "B1": 1.0, "B2": 3.0, "C1": 0.5})
+    found = {tuple(run.id for run in pair.runs): pair for pair in pairs(published, planned)}
+    assert set(found) == {("A1", "A2"), ("A1", "A3"), ("A2", "A3"), ("A1", "B2"), ("A2", "B2"), ("A3", "B2")}
+    assert not found["A1", "A2"].right and found["A1", "A2"].overlap and not found["A1", "A3"].overlap
+    assert found["A2", "A3"].tie and found["A1", "B2"].unstable and found["A1", "B2"].right
+    text = "\n".join(rankings_report(published, planned))
+    assert "- 1 of 2 pairs ordered right; with unstable runs, 4 of 5." in text
+    assert "| 8xh100 | A1 (data=8, 2 x 1) | A2 (data=4,model=2, 4 x 1) | 1 and 2 s | 1.1 and 1 s | wrong; inside of both ranges |" in text
+
+
+def test_runs_that_their_source_contradicts(tmp_path):
+    slower = entry("C1", seconds=1.1, target="2x8xh100", mesh="data=8,model=2")
+    wasteful = entry("A2", seconds=6.0, mesh="data=4,model=2", rows=4)
+    published = read_text(tmp_path, entry("A1", seconds=1.0) + slower + wasteful)
+    assert {(run.id, other.id) for run, other in contradicted(published)} == {("C1", "A1"), ("A2", "C1")}
+
+
+def test_scaling_is_relative_to_the_smallest_run(tmp_path):
+    runs = [entry(f"A{n}", seconds=seconds, target=f"{n}x8xh100", mesh="") for n, seconds in ((4, 1.25), (1, 1.0), (2, 1.1))]
+    other = entry("B1", seconds=3.0, target="8x8xh100", mesh="", rows=4)
+    published = read_text(tmp_path, "".join(runs) + other)
+    planned = times({"A1": 2.0, "A2": 2.0, "A4": 2.5, "B1": 1.0})
+    assert [[run.id for run in runs] for runs in series(published, planned)] == [["A1", "A2", "A4"]]
+    lines = scaling_report(published, planned)
+    assert lines[2:5] == ["| A1 | 8 | 1.000 | 1.000 | |", "| A2 | 16 | 0.909 | 1.000 | +10.0% |", "| A4 | 32 | 0.800 | 0.800 | +0.0% |"]
+    assert lines[-1] == "- 1 series, 2 throughputs relative to the smallest run, largest error 10.0% (A2)."
 
 
 def test_fit_finds_the_shares_that_times_were_made_with():
@@ -89,6 +143,8 @@ def test_fit_finds_the_shares_that_times_were_made_with():
     held_out = {}
     lines = of_chip(runs, grid, held_out)
     assert len(lines) == 5 and held_out == pytest.approx({"A": 1.0, "B": 1.0, "C": 1.0})
+    added = [*runs, Run("D", "one", "", "", seconds=2.0, fitted=False)]
+    assert of_chip(added, grid | {"D": grid["A"]}, held_out)[2] == lines[2] and held_out["D"] == pytest.approx(held_out["A"] / 2)
     faster = {name: seconds * (0.8 if name == "A" else 1.0) for name, seconds in grid.items()}
     of_chip(runs, faster, held_out)
     assert held_out["A"] == pytest.approx(0.8) and held_out["B"] > 1.05, "each source is predicted from the others alone"
