@@ -122,6 +122,7 @@ def expected(name):
     return with_gradients(reference, *inputs(), **OPTIONS[name])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("implementation", ["chunked", "xla"])
 def test_equals_the_plain_softmax(name, implementation, monkeypatch):
@@ -134,6 +135,7 @@ def test_equals_the_plain_softmax(name, implementation, monkeypatch):
         assert worst(ours[:1], expected("none")[:1]) > 0.01, "the option does something"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(1, 9, False), (20, 7, True), (7, 20, True), (16, 16, True), (3, 3, True)])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_chunked_takes_any_lengths_and_groups(queries, keys, causal, groups, monkeypatch):
@@ -225,6 +227,7 @@ def bits(key, shape, start, tile, **options):
     return bits_at(count, *zip(places, strides, strict=True), **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"threefry": threefry_rounds}], ids=["xla", "kernel"])
 def test_dropout_does_not_depend_on_tiles_or_the_worker(options):
     """A tile's bits are those of the array of all scores; a worker's are those of its rows in the batch's."""
@@ -409,6 +412,7 @@ PALLAS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("options", "shape"), PALLAS)
 def test_splash_equals_the_plain_softmax(options, shape):
     """With fewer heads of keys than of queries."""

@@ -114,6 +114,7 @@ def test_a_circular_pipeline_is_the_stack(plain, kind):
     assert next(iter(how.schedules.values())).groups == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
 def test_results_of_idle_stages_are_never_used(unroll):
     """Zeros, the input of an idle stage, have an infinite gradient here."""
@@ -124,7 +125,7 @@ def test_results_of_idle_stages_are_never_used(unroll):
     assert np.isfinite(y).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", [12, 1, None, 5], ids=lambda chunk: f"chunk-{chunk}")
 def test_chunks_of_time_change_nothing(plain, chunk):
     """One step; a length that leaves a remainder, which is masked; all steps at once; the library's choice."""

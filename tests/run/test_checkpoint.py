@@ -44,7 +44,7 @@ def undisturbed(kind):
     return RUNS[kind](epochs=3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("stop", [4, 6], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_resumed_run_matches_uninterrupted_run(kind, stop, tmp_path):
@@ -293,6 +293,7 @@ def test_invalid_checkpoint_options_are_refused(options, text):
 # which are kept -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("keep, left", [(1, [9]), (2, [8, 9]), (4, [6, 7, 8, 9]), (100, list(range(1, 10)))])
 def test_the_newest_are_kept(keep, left, tmp_path):
     fit(epochs=3, checkpoint=Checkpoint(tmp_path, every=1, keep=keep))

@@ -75,7 +75,7 @@ def make(shapes, placement, positions, servers):
 # packing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)  # 6 models: every model and every placement is among them
+@pytest.mark.sampled(11)  # 6 models: every model and every placement is among them
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -120,7 +120,7 @@ class Detached(Net):
         return self.out(x) + 0 * jax.lax.stop_gradient(self.blocks[3](y)).sum(-1, keepdims=True)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_gathered_one_by_one_train_as_on_one_device(case):
     options = {"net": lambda: Net()} | CASES[case]

@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk", [1, 7, 18, 36, 1000])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_plain_loss(case, chunk):

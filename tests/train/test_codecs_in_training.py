@@ -161,6 +161,7 @@ def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(o
         assert far(seen["int8"][path]) > 1e-4 or not path.endswith("kernel")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["clipping and momentum", "adamw"])
 def test_optimizer_gets_the_decoded_mean_gradient(name):
     """One step by hand on the gradients that were captured equals one step of the trainer, on a mesh that shards them."""

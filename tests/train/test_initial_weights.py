@@ -63,6 +63,7 @@ def kinds(*fast):
     return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", kinds("linen", "functional"))
 def test_fit_starts_from_the_model_of_a_result(kind):
     """A rate of 0 leaves the weights as they were given; another seed would have drawn others."""

@@ -144,13 +144,14 @@ CODECS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("accumulate", "mode"), [(1, "auto"), (2, "reduced"), (2, "local")])
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate, mode):
     check_residual("stack/layers/down/kernel", lambda: Net(), codec, accumulate, mode)
 
 
+@pytest.mark.system
 def test_what_a_codec_loses_of_a_recurrent_layer_is_in_its_residual():
     check_residual("stack/cells/dense_h/kernel", lambda: Recurrent(), "int8", 1)
 
@@ -223,7 +224,7 @@ ACCUMULATED = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", ACCUMULATED)
 @pytest.mark.parametrize("mode", ["local", "reduced"])
 def test_gradients_of_microbatches_are_those_of_one_device(mode, case):
@@ -391,6 +392,7 @@ def test_layers_that_are_recomputed_keep_their_inputs_only():
     assert temporaries(20) - temporaries(4) < 16 * 2 * (carried + layer_state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [16, 13])
 def test_evaluation_and_prediction_gather_by_layer_too(rows):
     layer, full = (
@@ -408,6 +410,7 @@ def penalised(model, batch):
     return loss(model, batch) + 1e-3 * jnp.sum(model.stack.layers.up.kernel.get_value() ** 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "why"),
     [

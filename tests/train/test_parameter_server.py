@@ -139,6 +139,7 @@ def test_what_a_loss_counts_may_be_any_number(mode, each, dtype):
     assert far(all_reduce, trained(ALL_REDUCE, lambda model, batch: 0 * spmd.losses.cross_entropy(model, batch))) > 1e-2, "and it learns"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "mode", [{}, {"mode": "asynchronous"}, {"mode": "local", "every": 2}], ids=lambda mode: mode.get("mode", "synchronous")
 )

@@ -346,6 +346,7 @@ def summed(model, batch):
     return losses.sum(), losses.size
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("loss", [None, summed])
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "circular", "groups": 2}], ids=str)
 def test_evaluation_and_prediction_of_any_number_of_rows(options, loss):
@@ -467,6 +468,7 @@ class Counted(Tied):
         return self.embed.attend(self.norm(self.blocks(self.embed(tokens))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ERRORS)
 def test_invalid_pipelines_are_reported_before_compiling(case):
     make, text = ERRORS[case]

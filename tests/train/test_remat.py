@@ -108,7 +108,7 @@ POLICIES = {
 REFERENCE: dict = {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("gather", ["full", "layer"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recomputing_changes_no_result(policy, gather):

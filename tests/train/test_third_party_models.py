@@ -250,6 +250,7 @@ def normed_init(key):
 NORMED = spmd.FunctionalModel(normed_init, normed, stateful=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout, reduction", [("data_parallel", None), ("fsdp", None), ("data_parallel", "compiler")])
 def test_a_functional_model_with_state(layout, reduction):
     assert_as_on_one_device(NORMED, layout, "data=8", reduction)

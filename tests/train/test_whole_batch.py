@@ -116,6 +116,7 @@ JOINING = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", JOINING)
 def test_compare_refuses_loss_that_joins_rows(case):
     loss, _ = JOINING[case]
@@ -238,7 +239,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
     model, options = KINDS[kind]

@@ -137,6 +137,7 @@ def test_options_of_a_registered_codec_are_checked_by_line(registered, tmp_path)
     assert caught.value.line == 4
 
 
+@pytest.mark.system
 def test_check_measures_a_codec_and_finds_a_bound_that_is_not_kept():
     assert 0 < wire.check(Halved())["error"] < Halved().error
     for codec in (wire.exact(), wire.int8(), wire.sign(), wire.top_k(), wire.power_sgd(), wire.bfloat16(reduce="ring")):
