@@ -14,7 +14,7 @@ PLATFORMS = ("cuda", "tpu", "cpu")
 LARGEST = 1024  # devices of the largest cluster that is tried if nothing fits
 MIN_SAVING = 0.95  # of the memory before; if doubling the devices saves less, more devices will not help
 HIGHEST = "float32 at highest precision"  # products without rounding in matrix units
-_CLUSTER = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.DOTALL)
+_CLUSTER = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(?:(\d+)x)?(.+)", re.DOTALL)
 _GPU = (
     "core_count", "fpus_per_core", "clock_rate_ghz", "l2_cache_size", "shared_memory_per_core", "shared_memory_per_block_optin",
     "compute_capability", "pcie_bandwidth", "name",
@@ -24,6 +24,7 @@ _TABLES = {
     "flops": ("float32", "vector"),
     "inside": ("bandwidth", "latency"),
     "between": ("bandwidth", "latency"),
+    "sites": ("bandwidth", "latency"),
     "achieved": ("matmul", "memory", "link", "launch"),
     "compiler": _GPU,
     "spread": (),
@@ -39,6 +40,14 @@ class Link:
 
     bandwidth: float
     latency: float
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth * 8 / 1e9:g}Gb/s,{self.latency * 1e3:g}ms"
+
+
+# Between sites, if neither a target's file nor its name says: the fastest pair of OpenDiLoCo's sites has 0.935 Gb/s (arXiv:2407.07852);
+# light needs 30 ms for 6,000 km of fibre.
+SITES = Link(bandwidth=125e6, latency=0.03)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +125,8 @@ class Target:
       memory: bytes that a program can use on one device.
       memory_bandwidth: bytes per second.
       flops: floating-point operations per second, dense, by the dtype that is multiplied; "vector" is float32 outside of matrix units.
-      inside, between: links to devices of the same node, and to other nodes.
+      inside, between: links to devices of the same node, and to other nodes of the same site, of each device.
+      sites: the link of a whole site to other sites, which all of its devices share.
       achieved: the shares of these figures that programs achieve.
       spread: how far off these shares may be.
       overhead: what a step uses of the memory beside what XLA plans; nothing if a target does not say.
@@ -135,6 +145,7 @@ class Target:
     achieved: Achieved
     spread: Spread = Spread()
     overhead: Overhead = Overhead()
+    sites: Link = SITES
     devices_per_node: int = 8
     compiler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -162,23 +173,37 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A number of nodes with a number of devices each.
+    """A number of nodes with a number of devices each, on one site or divided evenly over several.
 
     >>> str(Cluster.parse("2x8xh100")), Cluster.parse("2x8xh100").count
     ('2x8xh100', 16)
+    >>> far = Cluster.parse("4x2x8xh100@500Mb/s,80ms")  # sites x nodes x devices, and the link of each site
+    >>> str(far), far.sites, far.nodes, far.count
+    ('4x2x8xh100@0.5Gb/s,80ms', 4, 8, 64)
+
+    Attributes:
+      nodes: of all sites together.
+      devices: of a node.
     """
 
     nodes: int
     devices: int
     target: Target
+    sites: int = 1
 
     @property
     def count(self) -> int:
         """The number of devices."""
         return self.nodes * self.devices
 
+    @property
+    def devices_per_site(self) -> int:
+        """The number of devices of a site, which share its link."""
+        return self.count // self.sites
+
     def __str__(self) -> str:
-        return f"{self.nodes}x{self.devices}x{self.target.name}"
+        kind = f"{self.devices}x{self.target.name}"
+        return f"{self.sites}x{self.nodes // self.sites}x{kind}@{self.target.sites}" if self.sites > 1 else f"{self.nodes}x{kind}"
 
     def doubled(self) -> "Cluster":
         """Twice the devices: on the same nodes if they have room, otherwise on twice the nodes.
@@ -187,15 +212,17 @@ class Cluster:
         ('1x8xh100', '2x8xh100')
         """
         if 2 * self.devices <= self.target.devices_per_node:
-            return Cluster(self.nodes, 2 * self.devices, self.target)
-        return Cluster(2 * self.nodes, self.devices, self.target)
+            return dataclasses.replace(self, devices=2 * self.devices)
+        return dataclasses.replace(self, nodes=2 * self.nodes)
 
     @staticmethod
     def parse(value: "str | Cluster") -> "Cluster":
         """Read `"8x8xh100"` (nodes x devices x kind), `"8xh100"` (one node) or `"h100"` (one device); a kind may be a TOML file's path.
 
+        `"4x8x8xh100"` is sites x nodes x devices x kind, and `"4x8x8xh100@1Gb/s,30ms"` says what links the sites.
+
         Raises:
-          OptionError: an unknown target, an invalid file, or no devices.
+          OptionError: an unknown target, an invalid file, no devices, or a link that is none.
         """
         if isinstance(value, Cluster):
             return value
@@ -203,16 +230,39 @@ class Cluster:
         if match is None:
             why = "the target is empty" if isinstance(value, str) else f"target={value!r} is {type_name(value)}"
             raise OptionError(f"{why}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
-        first, second, name = match.groups()
-        nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
-        if nodes < 1 or devices < 1:
-            raise OptionError(f'target "{value}": {nodes} x {devices} devices are none.', fix=f'at least one, such as "{name}".')
+        *numbers, name = match.groups()
+        name, link = _split_link(name)
+        counts = [int(number) for number in numbers if number]
+        sites, nodes, devices = [1, 1, 1, *counts][-3:]
+        if min(sites, nodes, devices) < 1:
+            raise OptionError(f'target "{value}": {" x ".join(map(str, counts))} devices are none.', fix=f'at least one, such as "{name}".')
+        if link and sites == 1:
+            fix = f'sites x nodes x devices, such as "2x{nodes}x{devices}x{name}@{link}", or leave out "@{link}".'
+            raise OptionError(f'target "{value}": a link between sites, but one site.', fix=fix)
         target = load(name)
+        target = dataclasses.replace(target, sites=_site_link(value, link)) if link else target
         most = target.devices_per_node
-        if not second and target.platform == "cuda" and devices > most:
+        if len(counts) < 2 and target.platform == "cuda" and devices > most:
             why = f"a node has only {most} devices, and links between nodes are slower"
             raise OptionError(f'target "{value}": {why}.', fix=f'nodes x devices, such as "{devices // most}x{most}x{name}".')
-        return Cluster(nodes, devices, target)
+        return Cluster(sites * nodes, devices, target, sites)
+
+
+def _split_link(name: str) -> tuple[str, str]:
+    """A kind, and the link between sites that follows it; "" if none does. A file's path may have an @."""
+    kind, at, link = name.rpartition("@")
+    return (kind, link) if at and not link.endswith(".toml") else (name, "")
+
+
+def _site_link(target: str, link: str) -> Link:
+    from spmd.wire.server.timing import Network  # it needs jax, which takes a second to import
+
+    bandwidth, _, latency = link.partition(",")
+    try:
+        network = Network.parse({"bandwidth": bandwidth.strip(), "latency": latency.strip()})
+    except ValueError as error:
+        raise OptionError(f'target "{target}": of the link between sites, {error}', fix='such as "@1Gb/s,30ms".') from None
+    return Link(network.bandwidth, network.latency)
 
 
 def shipped() -> dict[str, Path]:
@@ -246,7 +296,8 @@ def load(name: str) -> Target:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is not TOML: {error}.") from error
     raise_problems(OptionError, f"{path} does not describe a target", _problems(table))
-    parsed: dict[str, Any] = {key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in ("inside", "between")}
+    links = [key for key in ("inside", "between", "sites") if key in table]
+    parsed: dict[str, Any] = {key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in links}
     parsed |= {"name": path.stem, "achieved": Achieved(**table["achieved"])}
     parsed |= {"spread": Spread(**table["spread"])} if "spread" in table else {}
     parsed |= {"overhead": Overhead(**{key: Estimate(*pair) for key, pair in table.get("overhead", {}).items()})}
@@ -256,7 +307,7 @@ def load(name: str) -> Target:
 def _problems(table: dict[str, Any]) -> list[Problem]:
     """Missing and unknown keys and wrong values in a target's file."""
     fields = {field.name: field for field in dataclasses.fields(Target) if field.name != "name"}
-    optional = {"devices_per_node", "sources", "spread", "overhead"} | (
+    optional = {"devices_per_node", "sites", "sources", "spread", "overhead"} | (
         {"compiler"} if table.get("platform") not in ("cuda", "tpu") else set()
     )
     needed = [name for name in fields if name not in optional]

@@ -2,8 +2,9 @@
 
 Each instruction takes its launch overhead and a roofline time: its products at the rate that their sizes reach on the target
 (`kernel_time.py`) or bytes at the memory's bandwidth, whichever takes longer.
-A collective takes the time of its bytes on the slower of two levels of links (`Transfer.levels`) and the latencies of its hops;
-computation between its start and its end in XLA's schedule hides it. Collectives run one at a time. All devices are equal.
+A collective takes the time of its bytes on the slowest of three levels of links (`Transfer.levels`) and the latencies of its hops;
+a site's devices share its link to other sites. Computation between its start and its end in XLA's schedule hides it.
+Collectives run one at a time. All devices are equal.
 Copies between device and host take the time of their bytes on the host's link, one at a time, and are hidden likewise.
 """
 
@@ -290,37 +291,42 @@ class _Schedule(Partitioned):
 
 
 def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective: its bytes on the slower level of links, since chunks are sent on both at the same time, and its hops.
+    """Seconds of one collective: its bytes on the slowest level of links, since chunks are sent on all at the same time, and its hops.
+
+    A site's link is shared: the bytes of all devices that send to other sites at the same time cross it.
 
     >>> cluster = Cluster.parse("64x8xh100")
     >>> small, large = (reduction_time("reduce_scatter", size, 512, 8, cluster) for size in (1 << 20, 1 << 30))
     >>> 1e-3 < small < 2e-3 and large > 3 * small
     True
     """
-    target, (inside, between) = cluster.target, transfer.levels
-    near, far = _hops(transfer, target.platform)
-    seconds = max(inside / target.inside.bandwidth, between / target.between.bandwidth) / target.achieved.link
-    return target.achieved.launch + seconds + near * target.inside.latency + far * target.between.latency
+    target, (inside, between, sites) = cluster.target, transfer.levels
+    links = target.inside, target.between, target.sites
+    sent = inside, between, sites * transfer.leaving
+    seconds = max(size / link.bandwidth for size, link in zip(sent, links, strict=True)) / target.achieved.link
+    delays = (count * link.latency for count, link in zip(_hops(transfer, target.platform), links, strict=True))
+    return target.achieved.launch + seconds + sum(delays)
 
 
-def _hops(transfer: Transfer, platform: str) -> tuple[int, int]:
-    """How often the latency of links inside a node, and between nodes, delays one collective.
+def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
+    """How often the latency of links inside a node, between nodes, and between sites, delays one collective.
 
     GPUs' are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk goes around a ring of all devices, twice for an
-    all-reduce, for which there are also trees, over nodes and along the devices of each. Others are trees.
+    all-reduce, for which there are also trees, over nodes and along the devices of each. Others are trees. Over several sites it is a
+    collective of each site, and one of the sites.
     """
-    inside, nodes = transfer.per_node, transfer.group // transfer.per_node
+    inside, nodes, sites = transfer.counts
     if transfer.kind == "collective_permute":
-        return (0, 1) if nodes > 1 else (1, 0)
+        return (0, 0, 1) if transfer.leaving else (0, 1, 0) if nodes > 1 else (1, 0, 0)
     rounds = 2 if transfer.kind == "all_reduce" else 1
-    tree = rounds * math.ceil(math.log2(inside)), rounds * math.ceil(math.log2(nodes))
+    tree = rounds * math.ceil(math.log2(inside)), rounds * math.ceil(math.log2(nodes)), rounds * math.ceil(math.log2(sites))
     if platform != "cuda":
         return tree
     if transfer.kind == "all_to_all":  # everybody sends to everybody at the same time
-        return min(inside - 1, 1), min(nodes - 1, 1)
+        return min(inside - 1, 1), min(nodes - 1, 1), min(sites - 1, 1)
     if transfer.kind == "all_reduce":
-        return rounds * (inside - 1), tree[1]
-    return inside * nodes - nodes, nodes - 1
+        return rounds * (inside - 1), *tree[1:]
+    return inside * nodes - nodes, nodes - 1, sites - 1
 
 
 def latency(transfer: Transfer, cluster: Cluster) -> float:

@@ -35,12 +35,13 @@ class Transfer:
       kind: as `spmd.wire.comm_log` calls it: all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute.
       purpose: what is sent: gradients, parameters, activations, statistics (of batches), metrics.
       axes: the mesh axes of its groups; () if these are only parts of axes.
-      group: devices in a group; `per_node` of them share a node.
+      group: devices in a group; `per_node` of them share a node, and `per_site` a site (all of them, if it is 0).
       arrays: its result on each device.
       times: how often it runs in a step, loops multiplied out.
       where: the scope in the program that it comes from; `name`, its own name there.
       asynchronous: whether other operations may run between its start and its end.
       conditional: whether it runs only in some steps, as when workers synchronize periodically.
+      leaving: devices of a site that send to other sites at the same time, over the link that they share.
     """
 
     kind: str
@@ -54,6 +55,14 @@ class Transfer:
     name: str
     asynchronous: bool
     conditional: bool = False
+    per_site: int = 0
+    leaving: int = 0
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Devices of a group on each node, its nodes on each site, and its sites; their product is the group."""
+        site = self.per_site or self.group
+        return self.per_node, site // self.per_node, self.group // site
 
     @property
     def operand(self) -> int:
@@ -67,20 +76,22 @@ class Transfer:
         return SENT[self.kind](self.group, self.operand)
 
     @property
-    def levels(self) -> tuple[float, float]:
-        """Of these, bytes to devices of the same node and to other nodes.
+    def levels(self) -> tuple[float, float, float]:
+        """Of these, bytes to devices of the same node, to other nodes of the same site, and to other sites.
 
         A ring passes through all devices of a node and then those of the next one. There are as many rings as devices in a node, each with
-        a link of its own between nodes. Two nodes exchange the halves of an all-reduce, as two trees do.
+        a link of its own between nodes. Two nodes exchange the halves of an all-reduce, as two trees do. Over several sites, each reduces
+        or gathers inside, and every device exchanges its part with its peers of other sites.
         """
-        k, n, b = self.per_node, self.group // self.per_node, self.operand
+        (k, n, s), b = self.counts, self.operand
         if self.kind == "collective_permute":
-            return (float(b), 0.0) if n <= 1 else (0.0, float(b))
+            return (0.0, 0.0, float(b)) if self.leaving else (0.0, float(b), 0.0) if n > 1 else (float(b), 0.0, 0.0)
         if self.kind == "all_to_all":
-            return (k - 1) * b / (k * n), (n - 1) * b / n
-        sent = {"all_gather": (k * n - 1) * b, "reduce_scatter": (k * n - 1) * b / (k * n), "all_reduce": 2 * (k * n - 1) * b / (k * n)}
-        between = 0.0 if n <= 1 else b / k if n == 2 and self.kind == "all_reduce" else sent[self.kind] / k
-        return sent[self.kind] - between, between
+            return (k - 1) * b / (k * n * s), (n - 1) * b / (n * s), (s - 1) * b / s
+        turns, own = 2 if self.kind == "all_reduce" else 1, b if self.kind == "all_gather" else b / (k * n * s)  # of a device
+        site, across = turns * (k * n - 1) * s * own, turns * (s - 1) * own
+        between = 0.0 if n <= 1 else b / k if n == 2 and self.kind == "all_reduce" else site / k
+        return site - between, between, across
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +110,13 @@ class Traffic:
 
     @property
     def between(self) -> float:
-        """Bytes that one device sends to other nodes in a step."""
-        return sum(transfer.levels[1] * transfer.times for transfer in self.transfers)
+        """Bytes that one device sends to other nodes in a step, those of other sites included."""
+        return sum(sum(transfer.levels[1:]) * transfer.times for transfer in self.transfers)
+
+    @property
+    def between_sites(self) -> float:
+        """Bytes that one device sends to other sites in a step."""
+        return sum(transfer.levels[2] * transfer.times for transfer in self.transfers)
 
     def __str__(self) -> str:
         if not self.transfers:
@@ -109,6 +125,7 @@ class Traffic:
         parts = [f"{format_bytes(self.bytes(purpose))} of {purpose}" for purpose in PURPOSES if self.bytes(purpose)]
         total = f"{self.bytes():,} bytes sent by each device per step: {', '.join(parts)}"
         total += f"; {format_bytes(self.between)} to other nodes" if self.between else ""
+        total += f", {format_bytes(self.between_sites)} of them to other sites" if self.between_sites else ""
         return filled("\n".join([*aligned([header, *rows], ruled=True), "", f"{total}."]))
 
 
@@ -170,13 +187,18 @@ class Partitioned:
             moved = tuple(set(itertools.chain.from_iterable(differing)))
             axes, size = (moved, self.mesh.sizes[moved[0]]) if len(moved) == 1 else ((), len(members))
             per_node = size if all(devices_per_node(pair, self.cluster) == 2 for pair in members) else 1
+            per_site = size
         else:
             axes, size, per_node = differing.pop(), len(members[0]), devices_per_node(members[0], self.cluster)
             axes = () if differing or num_shards(axes, self.mesh) != size else axes
+            farthest = max(members, key=lambda group: sites_of(group, self.cluster))
+            per_site = devices_per_site(farthest, self.cluster, per_node)
         purposes = [(_purpose(where, kind, axes, self.data_axes), where) for where in self.module.scopes(computation, instr)]
         purpose, where = min(purposes, key=lambda pair: PURPOSES.index(pair[0]))
         asynchronous = instr.op.endswith("-start") and '"is_sync":true' not in instr.rest
-        return Transfer(kind, purpose, axes, size, per_node, payload(instr), times, _short(where), instr.name, asynchronous)
+        leaving = leaving_devices(members, self.cluster, pairs=kind == "collective_permute")
+        place = _short(where), instr.name
+        return Transfer(kind, purpose, axes, size, per_node, payload(instr), times, *place, asynchronous, False, per_site, leaving)
 
 
 def traffic_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]) -> Traffic:
@@ -188,6 +210,29 @@ def devices_per_node(group: Sequence[int], cluster: Cluster) -> int:
     """How many devices of a group share a node; 1 if they cannot be divided evenly."""
     most = max(Counter(device // cluster.devices for device in group).values())
     return most if len(group) % most == 0 else 1
+
+
+def sites_of(group: Sequence[int], cluster: Cluster) -> int:
+    """How many sites a group has devices on."""
+    return len({device // cluster.devices_per_site for device in group})
+
+
+def devices_per_site(group: Sequence[int], cluster: Cluster, per_node: int) -> int:
+    """How many devices of a group share a site; `per_node`, as if each node were a site, if they cannot be divided evenly."""
+    most = max(Counter(device // cluster.devices_per_site for device in group).values())
+    return most if len(group) % most == 0 and most % per_node == 0 else per_node
+
+
+def leaving_devices(members: Sequence[Sequence[int]], cluster: Cluster, *, pairs: bool) -> int:
+    """How many devices of a site send to another site in a collective of these groups, or of these pairs of sender and receiver.
+
+    >>> far = Cluster.parse("2x1x4xh100")
+    >>> leaving_devices([[0, 4], [1, 5], [2, 3]], far, pairs=False), leaving_devices([[0, 1], [3, 4]], far, pairs=True)
+    (2, 1)
+    """
+    crossing = [group for group in members if sites_of(group, cluster) > 1]
+    senders = {device for group in crossing for device in (group[:1] if pairs else group)}
+    return max(Counter(device // cluster.devices_per_site for device in senders).values(), default=0)
 
 
 def _purpose(where: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]) -> str:

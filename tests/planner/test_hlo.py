@@ -58,7 +58,7 @@ def test_pairs_of_a_permutation():
     module, instr = line("source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}", "collective-permute")
     assert groups(instr, 8)[:3] == [[0, 2], [2, 4], [4, 6]]
     (transfer,) = traffic_of(module, MESH, CLUSTER, ("data",)).transfers
-    assert (transfer.kind, transfer.axes, transfer.sent, transfer.levels) == ("collective_permute", ("data",), 32, (0.0, 32.0)), (
+    assert (transfer.kind, transfer.axes, transfer.sent, transfer.levels) == ("collective_permute", ("data",), 32, (0.0, 32.0, 0.0)), (
         "2 to 4 leaves the node"
     )
 
@@ -122,7 +122,7 @@ def test_levels_add_up_to_a_ring():
     for transfer in traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers:
         assert sum(transfer.levels) == transfer.sent
     gather, reduce = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers
-    assert (gather.per_node, gather.levels) == (2, (1.5 * 4096.0, 1.5 * 4096.0))
+    assert (gather.per_node, gather.levels) == (2, (1.5 * 4096.0, 1.5 * 4096.0, 0.0))
     assert reduce.levels[1] == 0, "neighbours on `model` share a node"
 
 
@@ -145,7 +145,7 @@ def test_the_times_are_those_of_the_figures():
     spread = target.spread
     off = [part * share for part, share in zip(parts, (spread.memory, spread.matmul, spread.launch, spread.link), strict=True)]
     np.testing.assert_allclose(times.range, (times.seconds - math.hypot(*off), times.seconds + math.hypot(*off)), rtol=1e-12)
-    inside, between = gather.levels
+    inside, between, _ = gather.levels
     assert inside / 450e9 < between / 50e9
     wanted = between / (50e9 * 0.75) + 2 * target.inside.latency + target.between.latency + launch
     np.testing.assert_allclose(transfer_time(gather, CLUSTER), wanted, rtol=1e-12)
