@@ -27,6 +27,7 @@ _NAMES = {
     "spmd.planner.comparison": ("compare",),
     "spmd.planner.layout_search": ("search",),
     "spmd.planner.planning": ("Plan", "plan"),
+    "spmd.planner.link_speeds": ("utilization",),
     "spmd.planner.scaling": ("saturation",),
     "spmd.run.checkpoint": ("Checkpoint",),
     "spmd.run.history": ("History",),
@@ -78,6 +79,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.models.functional import FunctionalModel as FunctionalModel
     from spmd.planner.comparison import compare as compare
     from spmd.planner.layout_search import search as search
+    from spmd.planner.link_speeds import utilization as utilization
     from spmd.planner.planning import Plan as Plan, plan as plan
     from spmd.planner.scaling import saturation as saturation
     from spmd.run.checkpoint import Checkpoint as Checkpoint

@@ -66,7 +66,11 @@ def _script_parser(commands: Any, name: str, summary: str, description: str) -> 
     parser = commands.add_parser(name, help=summary, description=description, epilog=epilog)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that calls spmd.fit")
     parser.add_argument(
-        "--target", required=True, metavar="8x8xh100", help="nodes x devices x kind (`spmd targets` lists kinds), or a TOML file"
+        "--target",
+        required=True,
+        metavar="8x8xh100",
+        help="nodes x devices x kind (`spmd targets` lists kinds), or a TOML file;"
+        " sites x nodes x devices x kind@1Gb/s,30ms for several sites",
     )
     parser.add_argument("--batch-size", type=int, metavar="ROWS", help="replace the script's batch size")
     parser.add_argument("--precision", metavar="bfloat16", help="replace the script's precision")

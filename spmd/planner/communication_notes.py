@@ -3,14 +3,18 @@
 import dataclasses
 import math
 
+import numpy as np
+
 from spmd.errors import SpmdError
 from spmd.layout.compiler import GPU
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import num_shards
+from spmd.mesh import MeshSpec
 from spmd.planner.cudnn import cudnn_of
+from spmd.planner.sync_period import SyncPeriod
 from spmd.planner.target import Cluster
-from spmd.planner.timeline import Timeline, latency
-from spmd.planner.traffic import Traffic, Transfer
+from spmd.planner.timeline import Timeline, latency, transfer_time
+from spmd.planner.traffic import Traffic, Transfer, sites_of
 from spmd.specs import keep_axes
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.tree import format_bytes, parse_bytes
@@ -80,3 +84,52 @@ def gathered_stacks(program: Program, traffic: Traffic, cluster: Cluster, least:
         f"note: {len(found)} arrays of stacks are gathered in full before the loop over their layers, {format_bytes(size)}, such as "
         f"{path} as {array}; [gradients] {fix} gathers one layer at a time."
     ]
+
+
+def crossing_notes(traffic: Traffic, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...], period: SyncPeriod) -> list[str]:
+    """Collectives that cross sites in every step, by the axis that does, and what they cost."""
+    step = period.alone.seconds if period.alone else period.seconds
+    across = [axis for axis in mesh.names if crosses_sites(axis, mesh, cluster)]
+    by_axes: dict[tuple[str, ...], list[Transfer]] = {}
+    for transfer in traffic.transfers:
+        if transfer.leaving and not transfer.conditional:
+            by_axes.setdefault(tuple(axis for axis in transfer.axes if axis in across), []).append(transfer)
+    notes = []
+    for axes, transfers in by_axes.items():
+        took = sum(transfer.times * transfer_time(transfer, cluster) for transfer in transfers)
+        sent = sum(transfer.times * transfer.leaving * transfer.levels[2] for transfer in transfers)
+        if took < LOST * step:
+            continue
+        purposes = ", ".join(dict.fromkeys(transfer.purpose for transfer in transfers))
+        named = f"axis {', '.join(axes)}" if axes else "a part of an axis"
+        count, fix = sum(transfer.times for transfer in transfers), _crossing_fix(axes, purposes, mesh, cluster, data_axes)
+        notes.append(
+            f"note: {named} crosses sites in every step: collectives of {purposes} ({count}) send {format_bytes(int(sent))} "
+            f"over each site's link and take {took:.3g} s of a step of {step:.3g} s{fix}."
+        )
+    return notes
+
+
+def crosses_sites(axis: str, mesh: MeshSpec, cluster: Cluster) -> bool:
+    """Whether neighbours along a mesh axis are on different sites.
+
+    >>> mesh, far = MeshSpec.parse("data=4,model=2"), Cluster.parse("2x1x4xcpu")
+    >>> crosses_sites("data", mesh, far), crosses_sites("model", mesh, far)
+    (True, False)
+    """
+    sizes = [size for _, size in mesh.axes]
+    at = mesh.names.index(axis)
+    lines = np.moveaxis(np.arange(mesh.size).reshape(sizes), at, -1).reshape(-1, sizes[at])
+    return any(sites_of(line, cluster) > 1 for line in lines.tolist())
+
+
+def _crossing_fix(axes: tuple[str, ...], purposes: str, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]) -> str:
+    """A change that keeps these collectives on a site, or makes them rare; "" if there is none."""
+    inner = [axis for axis in axes if axis not in data_axes]
+    if inner:
+        order = (*(axis for axis in mesh.names if axis not in inner), *inner)
+        moved = MeshSpec(tuple((axis, mesh.sizes[axis]) for axis in order))
+        if not any(crosses_sites(axis, moved, cluster) for axis in inner):
+            return f"; mesh {moved} keeps {', '.join(inner)} on a site"
+        return ""
+    return '; [parameter_server] mode = "local" sends once in many steps (layout diloco)' if "gradients" in purposes else ""

@@ -1,4 +1,4 @@
-"""Drawings as SVG: the shards of an array on a mesh, and throughput by number of devices."""
+"""Drawings as SVG: the shards of an array on a mesh, throughput by number of devices, and utilization by the speed of links."""
 
 import functools
 import html
@@ -92,29 +92,71 @@ def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]
     """Rows per second over number of devices as SVG, both axes logarithmic: a line for each codec, with a circle at its knee."""
     top = math.log2(max(map(max, rates.values())))
     low = math.log2(min(map(min, rates.values())))
+
+    def height(rate: float) -> float:
+        return (math.log2(rate) - low) / max(top - low, 1.0)
+
+    powers = range(math.ceil(low), math.floor(top) + 1, max(1, math.ceil((top - low) / 10)))
+    marks = {}
+    for codec, line in rates.items():
+        knee = devices.index(knees[codec])
+        marks[codec] = knee, f"{codec}: doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s"
+    lines = {codec: [height(rate) for rate in line] for codec, line in rates.items()}
+    names = {codec: f"{codec}, from {knees[codec]}" for codec in rates}
+    return _line_chart([*map(str, devices)], lines, {f"{2.0**power:,.0f}": height(2.0**power) for power in powers}, marks, names, label)
+
+
+def utilization_chart(speeds: Sequence[str], shares: Mapping[int, Sequence[float]], enough: float, label: str) -> str:
+    """Utilization over the speed of links as SVG: a line for each period, with a circle at the first speed where it is `enough`."""
+    lines, marks, names = {}, {}, {}
+    for steps, line in shares.items():
+        name = f"{steps} steps" if steps > 1 else "every step"
+        lines[name], names[name] = list(line), name
+        first = next((at for at, share in enumerate(line) if share >= enough), None)
+        if first is not None:
+            marks[name] = first, f"{name}: {line[first]:.1%} at {speeds[first]}"
+    return _line_chart(speeds, lines, {f"{share}%": share / 100 for share in range(0, 101, 20)}, marks, names, label)
+
+
+def _line_chart(
+    columns: Sequence[str],
+    lines: Mapping[str, Sequence[float]],
+    ticks: Mapping[str, float],
+    marks: Mapping[str, tuple[int, str]],
+    names: Mapping[str, str],
+    label: str,
+) -> str:
+    """Lines over equidistant columns as SVG.
+
+    Args:
+      lines: heights, from 0 to 1, at each column.
+      ticks: heights of horizontal lines.
+      marks: of a line, the column of a circle, and its title.
+      names: of a line, in the legend.
+    """
     left, right, bottom = 80, WIDTH - 150, 300
 
     def x(position: int) -> float:
-        return left + position / max(len(devices) - 1, 1) * (right - left)
+        return left + position / max(len(columns) - 1, 1) * (right - left)
 
-    def y(rate: float) -> float:
-        return 12 + (top - math.log2(rate)) / max(top - low, 1.0) * (bottom - 12)
+    def y(height: float) -> float:
+        return bottom - height * (bottom - 12)
 
     parts = []
-    for position, count in enumerate(devices):
+    for position, name in enumerate(columns):
         at = f"{x(position):.1f}"
         parts.append(f'<line x1="{at}" y1="12" x2="{at}" y2="{bottom}" stroke="var(--soft)"/>')
-        parts.append(caption(x(position), bottom + 18, str(count), "middle"))
-    for power in range(math.ceil(low), math.floor(top) + 1, max(1, math.ceil((top - low) / 10))):
-        rate = 2.0**power
-        parts.append(f'<line x1="{left}" y1="{y(rate):.1f}" x2="{right}" y2="{y(rate):.1f}" stroke="var(--soft)"/>')
-        parts.append(caption(left - 8, y(rate) + 4, f"{rate:,.0f}", "end"))
-    for number, (codec, line) in enumerate(rates.items()):
+        parts.append(caption(x(position), bottom + 18, name, "middle"))
+    for name, height in ticks.items():
+        parts.append(f'<line x1="{left}" y1="{y(height):.1f}" x2="{right}" y2="{y(height):.1f}" stroke="var(--soft)"/>')
+        parts.append(caption(left - 8, y(height) + 4, name, "end"))
+    for number, (name, heights) in enumerate(lines.items()):
         colour = "acefd"[number % 5]
-        points = " ".join(f"{x(position):.1f},{y(rate):.1f}" for position, rate in enumerate(line))
+        points = " ".join(f"{x(position):.1f},{y(height):.1f}" for position, height in enumerate(heights))
         parts.append(f'<polyline points="{points}" fill="none" stroke="var(--{colour})" stroke-width="2"/>')
-        knee = devices.index(knees[codec])
-        title = html.escape(f"{codec}: doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s")
-        parts.append(f'<circle cx="{x(knee):.1f}" cy="{y(line[knee]):.1f}" r="6" fill="var(--{colour})"><title>{title}</title></circle>')
-        parts.append(legend(right + 20, 32 + 22 * number, colour, f"{codec}, from {knees[codec]}"))
+        if name in marks:
+            at, title = marks[name]
+            centre = f'cx="{x(at):.1f}" cy="{y(heights[at]):.1f}"'
+            parts.append(f'<circle {centre} r="6" fill="var(--{colour})"><title>{html.escape(title)}</title></circle>')
+        parts.append(legend(right + 20, 32 + 22 * number, colour, names[name]))
     return svg(bottom + 26, parts, label)

@@ -36,7 +36,7 @@ def fragment(plan: PlanData) -> Html:
     lines = [
         f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{'<br>'.join([title, *compiler])}</p>",
         f'<p class="verdict {kind}">{html.escape(plan.memory.verdict)}</p>',
-        f"<p>{step_time(plan.timeline)}, {plan.rows_per_second:,.0f} rows/s (predicted); "
+        f"<p>{step_time(plan)}, {plan.rows_per_second:,.0f} rows/s (predicted); "
         f"{format_bytes(plan.traffic.bytes())} sent by each device per step.</p>",
         f"<h2>Memory on each device</h2>{memory_bar(plan)}<pre>{html.escape(str(plan.memory))}</pre>",
         f"<h2>The mesh on its nodes</h2>{mesh_drawing(plan)}",
@@ -79,7 +79,8 @@ def mesh_drawing(plan: PlanData) -> str:
     for node in range(nodes):
         x, y = node % columns * (width + 12), node // columns * (height + 8)
         parts.append(f'<rect x="{x + 1}" y="{y + 18}" width="{width}" height="{height - 22}" fill="none" stroke="var(--line)" rx="5"/>')
-        parts.append(caption(x + 4, y + 13, f"node {node}"))
+        site = f", site {node * cluster.sites // cluster.nodes}" if cluster.sites > 1 else ""
+        parts.append(caption(x + 4, y + 13, f"node {node}{site}"))
         for device in range(devices):
             left, top = x + 7 + device % per_row * side, y + 24 + device // per_row * side
             number = node * cluster.devices + device

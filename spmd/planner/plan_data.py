@@ -1,6 +1,7 @@
 """The data of a plan, and how it is computed. Reports, drawings and fixes are functions over it, in modules that import this one."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -14,15 +15,16 @@ from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
 from spmd.nn.schedule import Schedule
-from spmd.planner.communication_notes import gathered_stacks, small_collectives
+from spmd.planner.communication_notes import crossing_notes, gathered_stacks, small_collectives
 from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
 from spmd.planner.cudnn import cudnn_of
 from spmd.planner.flop_shares import FlopShares, flop_shares
-from spmd.planner.hlo import parse
+from spmd.planner.hlo import Module, parse
 from spmd.planner.low_precision import precision_notes
 from spmd.planner.memory import Memory, memory_of
 from spmd.planner.model_flops import LargeProducts, empty_places, large_products, model_flops, trace_model
+from spmd.planner.sync_period import StepTimes, SyncPeriod, sync_period, unmarked_parts
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, Wait, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
@@ -31,6 +33,7 @@ from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten, format_bytes
+from spmd.wire.server.declaration import ParameterServer
 
 WORTH_A_NOTE, SHOWN_WAITS = 0.02, 3  # of a step's time; and of its collectives
 LARGE = 0.1  # of a step's peak memory: an array that is worth a note
@@ -51,6 +54,7 @@ class PlanData:
     compiled: Compiled
     notes: tuple[str, ...]
     program: Program = dataclasses.field(repr=False)
+    period: SyncPeriod
 
     @property
     def fits(self) -> bool:
@@ -71,8 +75,13 @@ class PlanData:
 
     @property
     def rows_per_second(self) -> float:
-        """Predicted throughput of all devices together, in rows of the batch per second."""
-        return self.rows / self.timeline.seconds if self.timeline.seconds else 0.0
+        """Predicted throughput of all devices together, in rows of the batch per second, on average over a period."""
+        return self.rows / self.period.seconds if self.period.seconds else 0.0
+
+    @property
+    def step_times(self) -> StepTimes:
+        """The times of a step, called with `due` as `timeline_of` is."""
+        return step_times(parse(self.compiled.hlo), self.program.placed, self.compiled, self.cluster)
 
     def least_memory(self, accumulate: int) -> float:
         """A lower bound on a device's bytes with more microbatches: all temporaries except gradients shrink in proportion."""
@@ -116,9 +125,10 @@ def build_plan(
     module = parse(compiled.hlo)
     traffic = traffic_of(module, mesh, cluster, data_axes)
     memory = memory_of(program, compiled, module, cluster)
-    widened = precision if precision != "float32" and not compiled.exact else ""
     of_model = model_flops(model) / cluster.count
-    timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=of_model, widened=widened)
+    times = step_times(module, placed, compiled, cluster, of_model)
+    timeline, server = times(), synced_by(placed)
+    period = sync_period(server, times, traffic)
     empty, pipelines = empty_places(model) / cluster.count, tuple(program.schedules.values())
     work = flop_shares(module, mesh, pipelines, executed=timeline.flops, model=of_model, empty=empty)
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
@@ -133,13 +143,51 @@ def build_plan(
     notes += precision_notes(module, placed.products.layers)
     notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
     notes += [*small_collectives(program, traffic, timeline, cluster), *gathered_stacks(program, traffic, cluster, LARGE * memory.peak)]
-    if widened:
+    notes += [*crossing_notes(traffic, mesh, cluster, data_axes, period), *_period_notes(server, period, module)]
+    if widened_dtype(placed, compiled):
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
     if unknown := uncounted(module):
         notes.append(f"note: the FLOPs of {', '.join(unknown[:3])} are not counted, only their memory traffic.")
     if loops := module.unbounded_loops:
         notes.append(f"note: XLA does not know the trip count of {', '.join(loops[:3])}: counted once each.")
-    return kind(cluster, mesh, program.rows, memory, traffic, timeline, work, program.schedules, compiled, tuple(notes), program)
+    return kind(cluster, mesh, program.rows, memory, traffic, timeline, work, program.schedules, compiled, tuple(notes), program, period)
+
+
+def step_times(module: Module, placed: PlacedModel, compiled: Compiled, cluster: Cluster, model_flops: float = math.inf) -> StepTimes:
+    """The times of a step of a compiled program; see `PlanData.step_times`."""
+    mesh, data_axes = MeshSpec.parse(placed.mesh), placed.resolved.data_axes
+    widened = widened_dtype(placed, compiled)
+    return functools.partial(timeline_of, module, mesh, cluster, data_axes, model_flops=model_flops, widened=widened)
+
+
+def widened_dtype(placed: PlacedModel, compiled: Compiled) -> str:
+    """The dtype whose products XLA:CPU computes in float32, in an estimate; "" if there is none."""
+    precision = placed.config.precision
+    return precision if precision != "float32" and not compiled.exact else ""
+
+
+def synced_by(placed: PlacedModel) -> ParameterServer | None:
+    """How workers synchronize, if they train separately."""
+    server = placed.resolved.layout.parameter_server
+    return server if placed.exchange.local else None
+
+
+def _period_notes(server: ParameterServer | None, period: SyncPeriod, module: Module) -> list[str]:
+    """Notes on synchronizations that the compiled program runs in another way than the layout says."""
+    if server is None:
+        return []
+    notes = []
+    if unmarked := unmarked_parts(server, module):
+        notes.append(f"note: XLA has merged the branches of {', '.join(unmarked)} with others, so every step is timed as if it took them.")
+    waits = sum(kind.count * kind.exposed for kind in period.kinds if kind.due)
+    if server.overlap and period.hidden < waits:
+        ran = f"hides {period.hidden:.3g} s of them behind computation, and waits {waits:.3g} s"
+        later = f"{server.overlap} step{'s' * (server.overlap > 1)} after it was sent"
+        notes.append(
+            f"note: overlap = {server.overlap} applies a synchronization {later}, but the compiled step ends when its own collectives "
+            f"have: in a period of {period.steps} steps it {ran}."
+        )
+    return notes
 
 
 def _large_arrays(memory: Memory, layout: Layout, products: LargeProducts) -> list[str]:
@@ -210,7 +258,8 @@ def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Clust
     sometimes = sum(transfer.sent * transfer.times for transfer in traffic.transfers if transfer.conditional)
     if sometimes:
         lines.append(
-            f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; traffic and time are those of such a step."
+            f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; traffic and time are those of such a step, "
+            "in which all parameters are sent and received."
         )
     if memory.pool is not None and memory.fraction is not None:
         reserved = f"JAX uses {memory.pool / memory.capacity:.0%} of a GPU's memory"

@@ -32,7 +32,8 @@ class Plan(PlanData):
       rows: rows in a full batch.
       memory: bytes on each device; `memory.verdict` says whether the step fits.
       traffic: every collective of the compiled step.
-      timeline: predicted times of a step.
+      timeline: predicted times of a step; where workers train separately, of one in which all parameters are synchronized.
+      period: the steps between two synchronizations, their average time, and the share of it in which devices compute.
       flops: the model's operations, those of the compiled program, and why these are more.
       schedules: of pipelines, by stack.
       compiled: the compiled program and its statistics; `compiled.compiler` names the compiler.
@@ -64,7 +65,7 @@ class Plan(PlanData):
         return text(self)
 
     def __repr__(self) -> str:
-        step = seconds(self.timeline.seconds)
+        step = seconds(self.period.seconds)
         return f"Plan of {self.layout.name} on mesh {self.mesh} of {self.cluster}: {step} per step, {self.memory.verdict}"
 
     def _repr_html_(self) -> str:
@@ -131,6 +132,7 @@ def plan(
       model, loss, optimizer, mesh, layout, metrics, precision, accumulate, seed: as for `fit`.
       batch: one full batch, arrays or their shapes [rows, ...].
       target: "8xh100", or "4x8xh100" for 4 nodes of 8; `spmd targets` lists the names; the path of a TOML file may replace a name.
+        "2x4x8xh100@1Gb/s,30ms" is two sites of 4 nodes of 8, and the link of each site.
       timeout: seconds that the compiler may take.
       say: called once a second with a line on how long the compiler has taken.
 

@@ -235,7 +235,8 @@ class Cluster:
         counts = [int(number) for number in numbers if number]
         sites, nodes, devices = [1, 1, 1, *counts][-3:]
         if min(sites, nodes, devices) < 1:
-            raise OptionError(f'target "{value}": {" x ".join(map(str, counts))} devices are none.', fix=f'at least one, such as "{name}".')
+            shown = " x ".join(map(str, (sites, nodes, devices)[len(counts) < 3 :]))
+            raise OptionError(f'target "{value}": {shown} devices are none.', fix=f'at least one, such as "{name}".')
         if link and sites == 1:
             fix = f'sites x nodes x devices, such as "2x{nodes}x{devices}x{name}@{link}", or leave out "@{link}".'
             raise OptionError(f'target "{value}": a link between sites, but one site.', fix=fix)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from typing import Any
 
 from spmd.fields import as_toml
@@ -9,6 +10,7 @@ from spmd.layout.compiler import CPU_DEFAULTS
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.plan_data import PlanData
+from spmd.planner.sync_period import SyncPeriod
 from spmd.planner.timeline import LIMITS, Timeline
 from spmd.render.html import Text, filled
 from spmd.specs import spec_axes, spec_text
@@ -47,7 +49,8 @@ def headline(plan: PlanData) -> str:
     """What was planned, by which compiler, and whether it fits."""
     layout, target = plan.layout, plan.cluster.target
     nodes = f"{plan.cluster.nodes} node{'s' * (plan.cluster.nodes != 1)} of {plan.cluster.devices} x {target.title}"
-    sent, step = format_bytes(plan.traffic.bytes()), step_time(plan.timeline)
+    nodes += f" on {plan.cluster.sites} sites" if plan.cluster.sites > 1 else ""
+    sent, step = format_bytes(plan.traffic.bytes()), step_time(plan)
     lines = [
         f"compiled by {plan.compiled.compiler}" if plan.compiled.exact else plan.compiled.compiler,
         f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
@@ -65,6 +68,7 @@ def timeline_text(plan: PlanData) -> str:
     lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in parts.items()]
     lines.append(f"{'step':<26}{seconds(times.seconds):>12}  from {time_range(times)}, as far as the figures below are known")
     lines.append(f"{'hidden communication':<26}{seconds(times.hidden):>12}")
+    lines += period_lines(plan)
     if times.host_bytes:
         link = (
             f"{target.host_bandwidth / 1e9:,.4g} GB/s" if target.host_bandwidth else "a link that the target does not describe: not timed"
@@ -89,17 +93,42 @@ def assumptions(plan: PlanData) -> str:
     return (
         f"assumed: {', '.join(products)}, "
         f"{reached.memory:.0%} (+- {spread.memory:.0%}) of {target.memory_bandwidth / 1e9:,.0f} GB/s of memory, "
-        f"{reached.link:.0%} (+- {spread.link:.0%}) of {inside:,.4g} GB/s inside and {between:,.4g} GB/s between nodes, "
+        f"{reached.link:.0%} (+- {spread.link:.0%}) of {inside:,.4g} GB/s inside and {between:,.4g} GB/s between nodes, {_site_link(plan)}"
         f"{reached.launch * 1e6:.0f} us (+- {spread.launch:.0%}) to launch an operation; data loading is not included."
     )
 
 
-def step_time(times: Timeline) -> str:
-    """A step's predicted time, and its range."""
-    return f"{seconds(times.seconds)} per step ({time_range(times)})"
+def _site_link(plan: PlanData) -> str:
+    if plan.cluster.sites == 1:
+        return ""
+    link, count = plan.cluster.target.sites, plan.cluster.devices_per_site
+    speed = f"{link.bandwidth * 8 / 1e9:,.4g} Gb/s, {link.latency * 1e3:g} ms"
+    return f"and as much of {speed}, between sites, shared by the {count} devices of each, "
 
 
-def time_range(times: Timeline) -> str:
+def period_lines(plan: PlanData) -> list[str]:
+    """What the steps between two synchronizations take, and the share of the time in which devices compute."""
+    period = plan.period
+    share = f"{'utilization':<26}{period.utilization:>12.1%}  of the time is computation"
+    crossing = f"; {format_bytes(int(period.site_bytes))} cross each site's link" if period.site_bytes else ""
+    if period.steps == 1:
+        return [share + crossing] if plan.cluster.sites > 1 else []
+    kinds = Counter[tuple[str, bool]]()
+    for kind in period.kinds:
+        kinds[seconds(kind.seconds), bool(kind.due)] += kind.count
+    steps = [f"{count} of {time}{', which synchronize' if due else ''}" for (time, due), count in kinds.items()]
+    mean = f"{'step, on average':<26}{seconds(period.seconds):>12}  of a period of {period.steps} steps: {'; '.join(steps)}"
+    return [mean, share + (f"{crossing} in a period" if crossing else "")]
+
+
+def step_time(plan: PlanData) -> str:
+    """A step's predicted time, on average over a period, and its range."""
+    period = plan.period
+    often = f" on average over {period.steps} steps" if period.steps > 1 else ""
+    return f"{seconds(period.seconds)} per step{often} ({time_range(period)})"
+
+
+def time_range(times: Timeline | SyncPeriod) -> str:
     """The range of a step's time, in the unit of the predicted time.
 
     >>> from types import SimpleNamespace
@@ -199,6 +228,7 @@ def to_json(plan: PlanData) -> str:
         | {"waits": [dataclasses.asdict(wait) for wait in plan.timeline.waits]}
         | {name: getattr(plan.timeline, name) for name in ("range", "mfu", "hfu", "limit")},
         "flops": dataclasses.asdict(plan.flops),
+        "period": {name: getattr(plan.period, name) for name in ("steps", "seconds", "range", "utilization", "hidden", "site_bytes")},
         "notes": list(plan.notes),
     }
     return json.dumps(figures, indent=1)

@@ -11,11 +11,12 @@ Copies between device and host take the time of their bytes on the host's link, 
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 from spmd.mesh import MeshSpec
 from spmd.planner.cost import FREE, Cost, cost_of, host_bytes
-from spmd.planner.hlo import Array, Instruction, Module, collective_kind
+from spmd.planner.hlo import Array, Instruction, Module, captured, collective_kind
 from spmd.planner.kernel_time import memory_time, product_time
 from spmd.planner.target import Cluster, Target
 from spmd.planner.traffic import Partitioned, Transfer
@@ -154,15 +155,23 @@ class _Clock:
 
 
 def timeline_of(
-    module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...], *, model_flops: float = math.inf, widened: str = ""
+    module: Module,
+    mesh: MeshSpec,
+    cluster: Cluster,
+    data_axes: tuple[str, ...],
+    *,
+    model_flops: float = math.inf,
+    widened: str = "",
+    due: Collection[str] | None = None,
 ) -> Timeline:
     """Simulate a program's schedule.
 
     Args:
       model_flops: of the model on one device; at most what the program executes, which leaves out gradients that nothing needs.
       widened: the target's dtype of products that another compiler has widened to float32.
+      due: the synchronizations of this step, as `sync_turn` names them; None: all that the program has.
     """
-    clock = _Schedule(module, mesh, cluster, data_axes, widened).run(module.entry)
+    clock = _Schedule(module, mesh, cluster, data_axes, widened, due).run(module.entry)
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
     hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
     computing = clock.products, clock.memory, clock.launches
@@ -170,6 +179,15 @@ def timeline_of(
     counted = flops, min(model_flops, flops), peak
     more = waits, clock.rematerialized, clock.convolutions, clock.attention, deviation(clock, cluster.target)
     return Timeline(clock.compute, *computing, clock.exposed, hidden, *counted, tuple(clock.spans), *host, *more)
+
+
+def sync_turn(instr: Instruction) -> str:
+    """Which part of a synchronization a conditional is, such as "send/0", by the scopes of `spmd.train.local_sgd`; "" if it is none.
+
+    >>> sync_turn(Instruction("c", (), "conditional", (), 'metadata={op_name="jit(f)/shard_map/receive/3/cond"}'))
+    'receive/3'
+    """
+    return captured(r"(?:^|/)((?:send|receive)/\d+)/", instr.scope) if instr.op == "conditional" else ""
 
 
 def deviation(parts: Any, target: Target) -> float:
@@ -184,12 +202,17 @@ def deviation(parts: Any, target: Target) -> float:
     return math.hypot(*(getattr(parts, part) * getattr(target.spread, SPREADS.get(part, part)) for part in LIMITS.values()))
 
 
+def _compute_time(clock: _Clock) -> float:
+    return clock.compute
+
+
 _Pending = dict[str, tuple[float, float, Transfer | None]]  # by name of the start: when it ends, when it was started, and what it is
 
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule(Partitioned):
     widened: str = ""
+    due: Collection[str] | None = None
 
     def run(self, name: str) -> _Clock:
         """Simulate a computation."""
@@ -280,7 +303,8 @@ class _Schedule(Partitioned):
         if instr.op == "while":
             inner, times = self.run(instr.called_as("body")), self.module.trip_count(name, instr) or 1
         else:
-            inner, times = max((self.run(called) for called in instr.called), key=lambda branch: branch.compute, default=_Clock()), 1
+            turn, branches = sync_turn(instr), sorted((self.run(called) for called in instr.called), key=_compute_time) or [_Clock()]
+            inner, times = branches[0 if turn and self.due is not None and turn not in self.due else -1], 1
         for field in ADDED:
             setattr(clock, field, getattr(clock, field) + times * getattr(inner, field))
         clock.waits += [dataclasses.replace(wait, times=times * wait.times, exposed=times * wait.exposed) for wait in inner.waits]
