@@ -58,6 +58,7 @@ bench: $(STAMP)
 
 published: $(STAMP)
 	$(RUN) benchmarks/published/run.py
+	$(RUN) benchmarks/published/sites.py
 
 clean:
 	rm -rf $(VENV) runs build dist site

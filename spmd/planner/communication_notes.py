@@ -110,6 +110,18 @@ def crossing_notes(traffic: Traffic, mesh: MeshSpec, cluster: Cluster, data_axes
     return notes
 
 
+def repeated_exchanges(traffic: Traffic) -> list[str]:
+    """All-to-alls between workers that train separately in which each device of a site sends as much as the whole site has to."""
+    found = [t for t in traffic.transfers if t.conditional and t.kind == "all_to_all" and t.leaving and t.counts[0] * t.counts[1] > 1]
+    if not found:
+        return []
+    sent, devices = sum(t.times * t.leaving * t.levels[2] for t in found), max(t.counts[0] * t.counts[1] for t in found)
+    return [
+        f"note: {devices} devices of a site each send a change of their own to other sites, {format_bytes(int(sent))} over each site's link; "
+        "[gradients] exact_axes, with the axes of the mesh inside of a site, averages them there first."
+    ]
+
+
 def crosses_sites(axis: str, mesh: MeshSpec, cluster: Cluster) -> bool:
     """Whether neighbours along a mesh axis are on different sites.
 
@@ -130,6 +142,6 @@ def _crossing_fix(axes: tuple[str, ...], purposes: str, mesh: MeshSpec, cluster:
         order = (*(axis for axis in mesh.names if axis not in inner), *inner)
         moved = MeshSpec(tuple((axis, mesh.sizes[axis]) for axis in order))
         if not any(crosses_sites(axis, moved, cluster) for axis in inner):
-            return f"; mesh {moved} keeps {', '.join(inner)} on a site"
+            return f'; mesh="{moved}" keeps {", ".join(inner)} on a site'
         return ""
     return '; [parameter_server] mode = "local" sends once in many steps (layout diloco)' if "gradients" in purposes else ""

@@ -62,8 +62,10 @@ def compare(*plans: Plan) -> Comparison:
         "sent": [plan.traffic.bytes() for plan in plans],
         **{f"  {purpose}": [plan.traffic.bytes(purpose) for plan in plans] for purpose in PURPOSES},
         "  to other nodes": [plan.traffic.between for plan in plans],
+        "  to other sites": [plan.traffic.between_sites for plan in plans],
         "step": [plan.timeline.seconds for plan in plans],
         **{f"  {limit}": [plan.timeline.parts[limit] for plan in plans] for limit in LIMITS},
+        "step, on average": [plan.period.seconds if plan.period.steps > 1 else 0 for plan in plans],
         "rows/s": [plan.rows_per_second for plan in plans],
     }
     return Comparison(_names(plans), {name: tuple(values) for name, values in figures.items() if any(values)})
@@ -84,4 +86,4 @@ def _names(plans: tuple[Plan, ...]) -> tuple[str, ...]:
 def _format(name: str, value: float) -> str:
     if name.startswith("rows"):
         return f"{value:,.0f}"
-    return seconds(value) if name.strip() in ("step", *LIMITS) else format_bytes(value)
+    return seconds(value) if name.strip() in ("step", "step, on average", *LIMITS) else format_bytes(value)

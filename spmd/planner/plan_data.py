@@ -15,7 +15,7 @@ from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
 from spmd.nn.schedule import Schedule
-from spmd.planner.communication_notes import crossing_notes, gathered_stacks, small_collectives
+from spmd.planner.communication_notes import crossing_notes, gathered_stacks, repeated_exchanges, small_collectives
 from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
 from spmd.planner.cudnn import cudnn_of
@@ -143,7 +143,8 @@ def build_plan(
     notes += precision_notes(module, placed.products.layers)
     notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
     notes += [*small_collectives(program, traffic, timeline, cluster), *gathered_stacks(program, traffic, cluster, LARGE * memory.peak)]
-    notes += [*crossing_notes(traffic, mesh, cluster, data_axes, period), *_period_notes(server, period, module)]
+    notes += [*crossing_notes(traffic, mesh, cluster, data_axes, period), *repeated_exchanges(traffic)]
+    notes += _period_notes(server, period, module)
     if widened_dtype(placed, compiled):
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
     if unknown := uncounted(module):
@@ -224,10 +225,14 @@ def _waits(timeline: Timeline) -> list[str]:
         reason = "XLA runs it synchronously" if not asynchronous else "the next operation needs it"
         if asynchronous and beside:
             needed = beside + exposed / times
-            reason = f"{beside * 1e3:,.3g} ms of computation are scheduled beside it, and it takes {needed * 1e3:,.3g} ms"
+            reason = f"{_milliseconds(beside)} of computation are scheduled beside it, and it takes {_milliseconds(needed)}"
         often = f"{times} times, " if times > 1 else ""
-        lines.append(f"note: {kind} of {purpose} ({where}) is waited for: {often}{exposed * 1e3:,.3g} ms of a step; {reason}.")
+        lines.append(f"note: {kind} of {purpose} ({where}) is waited for: {often}{_milliseconds(exposed)} of a step; {reason}.")
     return lines
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value * 1e3:,.3g} ms" if value < 1 else f"{value * 1e3:,.0f} ms"
 
 
 def _rematerialized(timeline: Timeline) -> list[str]:
