@@ -111,14 +111,14 @@ def crossing_notes(traffic: Traffic, mesh: MeshSpec, cluster: Cluster, data_axes
 
 
 def repeated_exchanges(traffic: Traffic) -> list[str]:
-    """All-to-alls between workers that train separately in which each device of a site sends as much as the whole site has to."""
+    """All-to-alls between workers that train separately in which each device of a site sends as much as one of them has to."""
     found = [t for t in traffic.transfers if t.conditional and t.kind == "all_to_all" and t.leaving and t.counts[0] * t.counts[1] > 1]
     if not found:
         return []
     sent, devices = sum(t.times * t.leaving * t.levels[2] for t in found), max(t.counts[0] * t.counts[1] for t in found)
     return [
-        f"note: {devices} devices of a site each send a change of their own to other sites, {format_bytes(int(sent))} over each site's link; "
-        "[gradients] exact_axes, with the axes of the mesh inside of a site, averages them there first."
+        f"note: {devices} devices of a site each send a change of their own to other sites, {format_bytes(int(sent))} over each site's "
+        "link; [gradients] exact_axes, with the axes of the mesh inside of a site, averages them there first."
     ]
 
 

@@ -126,7 +126,7 @@ class Target:
       memory_bandwidth: bytes per second.
       flops: floating-point operations per second, dense, by the dtype that is multiplied; "vector" is float32 outside of matrix units.
       inside, between: links to devices of the same node, and to other nodes of the same site, of each device.
-      sites: the link of a whole site to other sites, which all of its devices share.
+      sites: the link of a site to other sites, which all of its devices share.
       achieved: the shares of these figures that programs achieve.
       spread: how far off these shares may be.
       overhead: what a step uses of the memory beside what XLA plans; nothing if a target does not say.
