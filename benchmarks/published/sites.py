@@ -26,8 +26,9 @@ from spmd.planner.text_report import seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import reported
+from benchmarks.published.entries import read as read_runs
 from benchmarks.published.models import KINDS, loss_of_logits
-from benchmarks.published.run import OPTIONS, read as read_runs
+from benchmarks.published.run import OPTIONS
 
 HERE = Path(__file__).parent
 COLUMNS = ("run", "source", "link of a site", "steps", "published", "planned", "inner step", "synchronization", "over each link")

@@ -88,10 +88,10 @@ class Transfer:
             return (0.0, 0.0, float(b)) if self.leaving else (0.0, float(b), 0.0) if n > 1 else (float(b), 0.0, 0.0)
         if self.kind == "all_to_all":
             return (k - 1) * b / (k * n * s), (n - 1) * b / (n * s), (s - 1) * b / s
-        turns, own = 2 if self.kind == "all_reduce" else 1, b if self.kind == "all_gather" else b / (k * n * s)  # of a device
-        site, across = turns * (k * n - 1) * s * own, turns * (s - 1) * own
+        turns, part = 2 if self.kind == "all_reduce" else 1, b if self.kind == "all_gather" else b / (k * n * s)  # of each device
+        site = (k * n - 1) * s * b if self.kind == "all_gather" else turns * (k * n - 1) * b / (k * n)
         between = 0.0 if n <= 1 else b / k if n == 2 and self.kind == "all_reduce" else site / k
-        return site - between, between, across
+        return site - between, between, turns * (s - 1) * part
 
 
 @dataclasses.dataclass(frozen=True)

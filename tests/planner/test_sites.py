@@ -102,19 +102,23 @@ def test_groups_are_divided_into_nodes_and_sites(groups, counts, leaving):
 
 
 def test_time_at_three_levels_is_the_sum_by_hand():
-    """4,096 bytes: halved inside a node of 4, then between 2 nodes, then between 2 sites, whose link 8 devices share; and back."""
+    """4,096 bytes over 2 sites of 2 nodes of 4: each site's 8 devices share its link, which is the slowest; hops of all levels add up."""
     target, size = FAR.target, 4096
     share, launch = target.achieved.link, target.achieved.launch
     reduce = collective("replica_groups=[1,16]<=[16]")
-    assert reduce.levels == (2 * 3 * size / 4, 2 * size / 2 / 4, 2 * size / 2 / 8)
-    wanted = launch + 2 * 3 * size / 4 / (450e9 * share) + 4 * 3e-6  # two rounds of a tree of 4
-    wanted += 2 * size / 8 / (50e9 * share) + 2 * 10e-6
-    wanted += 8 * (2 * size / 16) / (12.5e6 * share) + 2 * 0.05
+    assert reduce.levels == (2 * 7 / 8 * size - size / 4, size / 4, size / 8), "two nodes by trees, and a part of each device across"
+    near, far = target.inside.latency, target.between.latency
+    wanted = launch + 8 * size / 8 / (12.5e6 * share) + 2 * 3 * near + 2 * far + 2 * 0.05
     assert transfer_time(reduce, FAR) == pytest.approx(wanted, rel=1e-12)
-    gather = collective("replica_groups=[1,16]<=[16], dimensions={0}", "all-gather", "f32[16384]{0}")
-    assert gather.levels == (3 * 4 * size, 1 * 2 * size, size) and transfer_time(gather, FAR) == pytest.approx(
-        launch + 12 * size / (450e9 * share) + 2 * 3e-6 + 2 * size / (50e9 * share) + 10e-6 + 8 * size / (12.5e6 * share) + 0.05
-    )
+    gather = collective("replica_groups=[1,16]<=[16], dimensions={0}", "all-gather", "f32[65536]{0}")
+    part = 4 * 65536 / 16
+    assert gather.levels == (7 * 2 * part - 7 * 2 * part / 4, 7 * 2 * part / 4, part)
+    wanted = launch + 8 * part / (12.5e6 * share) + 6 * near + far + 0.05  # a ring of each site, and one of both
+    assert transfer_time(gather, FAR) == pytest.approx(wanted, rel=1e-12)
+    quick = dataclasses.replace(FAR, target=dataclasses.replace(target, sites=Link(1e15, 0.0)))
+    inside, between, _ = gather.levels
+    wanted = launch + max(inside / 450e9, between / 50e9) / share + 6 * near + far
+    assert transfer_time(gather, quick) == pytest.approx(wanted, rel=1e-12), "then the links of the site count"
     every = collective("replica_groups=[1,16]<=[16], dimensions={0}", "all-to-all")
     assert every.levels == (3 * size / 16, size / 4, size / 2)
 
