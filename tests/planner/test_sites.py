@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import spmd
+from benchmarks.published import sites
 from spmd.errors import SpmdError
 from spmd.mesh import MeshSpec
 from spmd.planner.hlo import parse
@@ -280,3 +281,14 @@ def test_note_names_the_inner_axis_that_crosses_sites():
     assert math.isclose(line[3], inside.period.utilization), "at 1 Gb/s"
     with pytest.raises(SpmdError, match="has one site"):
         spmd.utilization(spmd.plan(MODEL, BATCH, **STEP, target="2x2xcpu", layout="data_parallel"))
+
+
+def test_published_runs_across_sites_are_in_the_results():
+    """Every entry has a line for each of its links; plans at the slowest and the fastest enclose a part of the published range."""
+    lines = (sites.HERE.parent / "results" / "published_sites.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    planned = {(row[0], row[2]): float(row[5].rstrip("%")) / 100 for row in rows}
+    for run in sites.read():
+        shares = [planned.pop((run.id, f"{bandwidth}, {run.latency}")) for bandwidth in run.bandwidths]
+        assert shares == sorted(shares) and shares[0] <= run.utilization[1] and shares[-1] >= run.utilization[0]
+    assert not planned
