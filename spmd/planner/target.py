@@ -45,7 +45,7 @@ class Link:
         return f"{self.bandwidth * 8 / 1e9:g}Gb/s,{self.latency * 1e3:g}ms"
 
 
-# Between sites, if neither a target's file nor its name says: the fastest pair of OpenDiLoCo's sites has 0.935 Gb/s (arXiv:2407.07852);
+# Between sites, if neither a target's file nor its name says: the fastest pair of OpenDiLoCo's sites had 0.935 Gb/s, as others cite it;
 # light needs 30 ms for 6,000 km of fibre.
 SITES = Link(bandwidth=125e6, latency=0.03)
 
