@@ -1,9 +1,11 @@
 """The candidates of `spmd.search`: each layout on every mesh of its axes, with reductions, microbatches and rematerialization.
 
-Their order is deterministic. With the model, a candidate is all that a plan needs.
+An axis that a layout declares with one device may have one; the candidate is then the layout without it. Their order is deterministic.
+With the model, a candidate is all that a plan needs.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -14,8 +16,9 @@ from pathlib import Path
 from spmd.errors import OptionError, type_name
 from spmd.fields import as_toml
 from spmd.layout.remat import Remat
-from spmd.layout.schema import Layout
+from spmd.layout.schema import Attention, Layout
 from spmd.layout.toml_reader import shipped
+from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
 from spmd.specs import spec_axes
 from spmd.train.model_setup import PlacedModel
@@ -53,15 +56,28 @@ class Candidate:
     family: int
     remat_level: int
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.accumulate, self.family, self.remat_level))  # of thousands, each looked up many times
+
+    @functools.cached_property
     def mesh(self) -> MeshSpec:
         """The mesh of its layout."""
         return MeshSpec(self.layout.mesh)
 
-    @property
+    @functools.cached_property
     def group(self) -> "Candidate":
         """The same without what only saves memory: one microbatch, and the layout's own rematerialization."""
         return dataclasses.replace(self, accumulate=1, remat_level=0, layout=dataclasses.replace(self.layout, remat=Remat()))
+
+    @functools.cached_property
+    def placement(self) -> "Candidate":
+        """The group, whatever the pipeline's microbatches: what says where arrays live."""
+        pipeline = dataclasses.replace(self.layout.pipeline, microbatches=None)
+        return dataclasses.replace(self.group, layout=dataclasses.replace(self.group.layout, pipeline=pipeline))
 
     def distance(self, other: "Candidate") -> float:
         """How much another candidate of the same family differs: doublings of mesh axes, plus one for each other difference."""
@@ -70,7 +86,9 @@ class Candidate:
             self.layout.pipeline.microbatches == other.layout.pipeline.microbatches,
             (self.remat_level, self.accumulate) == (other.remat_level, other.accumulate),
         )
-        return _doublings(self.mesh.sizes.values(), other.mesh.sizes.values()) + same.count(False)
+        ours, theirs = self.mesh.sizes, other.mesh.sizes
+        axes = ours | theirs
+        return _doublings((ours.get(axis, 1) for axis in axes), (theirs.get(axis, 1) for axis in axes)) + same.count(False)
 
     def __str__(self) -> str:
         layout = self.layout
@@ -106,22 +124,41 @@ class CandidateSpace:
         return [MeshSpec(tuple(zip(names, sizes, strict=True))) for sizes in ordered]
 
     def impossible(self, family: int) -> str | None:
-        """Why a layout has no mesh with this number of devices; None where it has one."""
-        if self.meshes(family):
+        """Why a layout has no candidate with this number of devices; None where it has one."""
+        if self.groups(family):
             return None
+        if self.meshes(family):
+            return "every candidate of it is one of a layout with more axes"
         axes = ", ".join(f"{name} of {'any size' if size < 2 else '2 or more'}" for name, size in _axes(self.layouts[family]))
         return f"{self.devices} device{'s' * (self.devices > 1)} make{'s' * (self.devices == 1)} no mesh of its axes ({axes})"
 
-    def groups(self, family: int) -> Iterator[Candidate]:
-        """Every mesh, reduction and number of pipeline microbatches of a layout; the declared ones first."""
-        layout = self.layouts[family]
-        adjustable = layout.pipeline.axis and layout.pipeline.microbatches is None
-        per_stage = MICROBATCHES_PER_STAGE if adjustable else (None,)
-        for mesh, count, reduction in itertools.product(self.meshes(family), per_stage, _reductions(layout)):
+    def groups(self, family: int) -> list[Candidate]:
+        """Every mesh, reduction and number of pipeline microbatches of a layout; the declared ones first.
+
+        What two layouts have in common is a candidate of the one with more axes.
+        """
+        return self._groups[family]
+
+    @functools.cached_property
+    def _groups(self) -> dict[int, list[Candidate]]:
+        groups, seen = {}, set()
+        for family in sorted(range(len(self.layouts)), key=lambda family: -len(_axes(self.layouts[family]))):
+            distinct = {_comparable(group.layout): group for group in self._variants(family)}
+            groups[family] = [group for layout, group in distinct.items() if layout not in seen]
+            seen |= distinct.keys()
+        return groups
+
+    def _variants(self, family: int) -> Iterator[Candidate]:
+        declared = self.layouts[family]
+        for mesh in self.meshes(family):
+            unused = unused_axes(declared, mesh)
+            layout = dataclasses.replace(without_axes(declared, unused), mesh=tuple(axis for axis in mesh.axes if axis[0] not in unused))
             stages = mesh.sizes.get(layout.pipeline.axis or "", 1)
-            pipeline = dataclasses.replace(layout.pipeline, microbatches=count * stages) if count else layout.pipeline
-            gradients = dataclasses.replace(layout.gradients, reduction=reduction)
-            yield Candidate(dataclasses.replace(layout, mesh=mesh.axes, pipeline=pipeline, gradients=gradients), 1, family, 0)
+            adjustable = stages > 1 and layout.pipeline.microbatches is None
+            for count, reduction in itertools.product(MICROBATCHES_PER_STAGE if adjustable else (None,), _reductions(layout)):
+                pipeline = dataclasses.replace(layout.pipeline, microbatches=count * stages) if count else layout.pipeline
+                gradients = dataclasses.replace(layout.gradients, reduction=reduction)
+                yield Candidate(dataclasses.replace(layout, pipeline=pipeline, gradients=gradients), 1, family, 0)
 
     def lighter(self, candidate: Candidate) -> Iterator[Candidate]:
         """Variants that need less memory: the next level of rematerialization, and each larger number of microbatches."""
@@ -138,15 +175,23 @@ class CandidateSpace:
         """Every candidate."""
         for family in range(len(self.layouts)):
             for group in self.groups(family):
-                for level, remat in enumerate(self._remats(family)):
-                    layout = dataclasses.replace(group.layout, remat=remat)
-                    candidate = dataclasses.replace(group, layout=layout, remat_level=level)
-                    yield candidate
-                    yield from (other for other in self.lighter(candidate) if other.remat_level == level)
+                yield from self.all_of(group)
+
+    def all_of(self, group: Candidate) -> Iterator[Candidate]:
+        """Every candidate of a group; of a variant that saves memory, its group's."""
+        for level, remat in enumerate(self._remats(group.family)):
+            layout = dataclasses.replace(group.layout, remat=remat)
+            candidate = dataclasses.replace(group, layout=layout, remat_level=level)
+            yield candidate
+            yield from (other for other in self.lighter(candidate) if other.remat_level == level)
 
     def _remats(self, family: int) -> list[Remat]:
         declared = self.layouts[family].remat
         return [declared, *(remat for remat in self.remats if remat_level(remat) > remat_level(declared))]
+
+
+def _comparable(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, description="")
 
 
 def _doublings(sizes: Iterable[int], wanted: Iterable[int]) -> float:
@@ -222,6 +267,20 @@ def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layo
             fix='"exact" (layouts whose updates equal those of one device), "all", or a list of layouts: ["fsdp", "my.toml"].',
         )
     return tuple(dict.fromkeys(Layout.load(layout) for layout in candidates)), {}
+
+
+def with_fused_attention(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], dict[str, str]]:
+    """Layouts with `[attention]`, also those that say nothing of it; and the reasons for those left out, which others then equal."""
+    declared = {_comparable(layout): layout.name for layout in layouts if layout.attention.implementation is not None}
+    fused, left_out = [], {}
+    for layout in layouts:
+        if layout.attention.implementation is None:
+            layout = dataclasses.replace(layout, attention=Attention("auto"))
+            if other := declared.get(_comparable(layout)):
+                left_out[layout.name] = f"with fused attention it is {other}"
+                continue
+        fused.append(layout)
+    return tuple(fused), left_out
 
 
 def update_differences(layout: Layout) -> str | None:

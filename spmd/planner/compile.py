@@ -128,14 +128,14 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     return Compiled(compiler, exact, hlo, sizes, buffers, sizes.pop("seconds"), options, sizes.pop("retried", ""))
 
 
-def check_timeout(timeout: float) -> None:
-    """Check that a timeout is a positive number of seconds.
+def check_timeout(timeout: float, name: str = "timeout") -> None:
+    """Check that a time limit is a positive number of seconds.
 
     Raises:
       OptionError: it is not.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
-        raise OptionError(f"timeout={timeout!r}.", fix="a positive number of seconds.")
+        raise OptionError(f"{name}={timeout!r}.", fix="a positive number of seconds.")
 
 
 def _cached(folder: Path) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""Drawings as SVG: the shards of an array on a mesh, throughput by number of devices, and utilization by the speed of links."""
+"""Drawings as SVG: the shards of an array on a mesh, throughput by devices, utilization by speed of links, memory against time."""
 
 import functools
 import html
@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmd.mesh import MeshSpec
+from spmd.planner.text_report import seconds
 from spmd.render.html import Html, framed
 from spmd.render.svg import WIDTH, box, caption, legend, on_box, svg
 from spmd.specs import entry_axes, spec_text
-from spmd.tree import describe
+from spmd.tree import describe, format_bytes
 
 SHARDS = 256  # at most this many shards of an array are drawn
 COLOURS = "abcdefghi"
@@ -160,3 +161,61 @@ def _line_chart(
             parts.append(f'<circle {centre} r="6" fill="var(--{colour})"><title>{html.escape(title)}</title></circle>')
         parts.append(legend(right + 20, 32 + 22 * number, colour, names[name]))
     return svg(bottom + 26, parts, label)
+
+
+def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, label: str) -> str:
+    """Memory over time of plans as SVG: a circle for each, and a line along the Pareto front; time is logarithmic.
+
+    Args:
+      points: (the series, which has a colour; a name; seconds; bytes) of each, fastest first; they are numbered in this order.
+      capacity: bytes of a device, a line if it is near.
+    """
+    series = list(dict.fromkeys(point[0] for point in points))
+    left, right, bottom = 80, WIDTH - 230, 320
+    low, high = (bound(math.log2(point[2]) for point in points) for bound in (min, max))
+    low, high = low - 0.05 * max(high - low, 0.2), high + 0.05 * max(high - low, 0.2)
+    top = 1.08 * max(point[3] for point in points)
+    top = max(top, 1.02 * capacity) if 2 * top > capacity else top
+
+    def x(time: float) -> float:
+        return left + (math.log2(time) - low) / (high - low) * (right - left)
+
+    def y(size: float) -> float:
+        return bottom - size / top * (bottom - 12)
+
+    parts = []
+    for share in range(5):
+        at, size = 2 ** (low + share / 4 * (high - low)), share / 4 * top
+        parts.append(_line((left, y(size)), (right, y(size)), "soft"))
+        parts.append(_line((x(at), 12), (x(at), bottom), "soft"))
+        parts.append(caption(left - 8, y(size) + 4, format_bytes(round(size)), "end"))
+        parts.append(caption(x(at), bottom + 18, seconds(at), "middle"))
+    if capacity <= top:
+        parts.append(_line((left, y(capacity)), (right, y(capacity)), "bad"))
+        parts.append(caption(right + 8, y(capacity) + 4, f"{format_bytes(capacity)} on a device"))
+    front: list[tuple[float, float]] = []
+    for _, _, time, size in points:
+        if not front or y(size) > front[-1][1]:
+            front += [(x(time), front[-1][1])] * bool(front) + [(x(time), y(size))]
+    corners = " ".join(f"{across:.1f},{down:.1f}" for across, down in [*front, (right, front[-1][1])])
+    parts.append(f'<polyline points="{corners}" fill="none" stroke="var(--f)" stroke-width="2"/>')
+    for number, (kind, name, time, size) in reversed(list(enumerate(points, 1))):
+        place, on_front = f'cx="{x(time):.1f}" cy="{y(size):.1f}"', (x(time), y(size)) in front
+        colour = COLOURS[series.index(kind) % len(COLOURS)]
+        title = html.escape(f"{number}. {name}: {seconds(time)}, {format_bytes(size)}")
+        shape = f'r="7" fill="var(--{colour})"' if on_front else f'r="5" fill="var(--{colour})" fill-opacity="0.45"'
+        parts.append(f"<circle {place} {shape}><title>{title}</title></circle>")
+        parts += [caption(x(time) + 9, y(size) - 7, str(number))] * on_front
+    parts += [legend(right + 20, 32 + 22 * number, COLOURS[number % len(COLOURS)], kind) for number, kind in enumerate(series)]
+    parts.append(
+        caption(
+            left,
+            bottom + 40,
+            "seconds of a step, and peak memory of a device; the line is the Pareto front, numbers are those of the table",
+        )
+    )
+    return svg(bottom + 48, parts, label)
+
+
+def _line(start: tuple[float, float], end: tuple[float, float], colour: str) -> str:
+    return f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" stroke="var(--{colour})"/>'

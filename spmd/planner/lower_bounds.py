@@ -12,13 +12,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from spmd.layout.resolve import num_shards
+from spmd.planner.plan_data import PlanData
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, reduction_time
 from spmd.planner.traffic import devices_per_node
 from spmd.specs import spec_axes
 from spmd.train.device_memory import tree_on_device
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree, flatten
+from spmd.tree import Tree, flatten, nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,14 @@ def trainable_paths(placed: PlacedModel) -> set[str]:
             dependent.update(equation.outvars)
     changes = [not isinstance(var, Literal) and var in dependent for var in jaxpr.outvars]
     return {path for path, change in zip(flatten(state.params), changes, strict=True) if change}
+
+
+def divided_activations(alone: PlanData) -> float:
+    """Bytes of activations of the step on one device, at least: its temporaries without two full copies of all parameters.
+
+    One for gradients, and one for parameters in the dtype of the computation and their gradients: on a mesh these need not be full.
+    """
+    return max(0.0, alone.memory.temporaries - 2.0 * sum(map(nbytes, jax.tree.leaves(alone.program.placed.abstract_variables.params))))
 
 
 def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trainable: Collection[str]) -> LowerBounds:

@@ -16,7 +16,7 @@ from spmd.layout.resolve import num_shards
 from spmd.models.base import LAYER_PARAMS, Model
 from spmd.models.blocks import INSIDE, BlockTrace, block_groups
 from spmd.path_match import matches
-from spmd.specs import Spec, entry_axes, keep_axes, pspec
+from spmd.specs import Spec, keep_axes, make_entry, pspec, spec_axes
 from spmd.sync.gradient_plan import GradientSpec
 from spmd.sync.gradient_sync import TOTAL, GradientSync
 from spmd.sync.mesh_axes import constrain
@@ -321,6 +321,7 @@ def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None)
     resolved, spec, data_axes = sync.resolved, sync.gradient_specs[path], sync.mesh_axes.data_axes
     placement, declared = resolved.placements[path], resolved.layout.gradients
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
+    in_order = make_entry(tuple(axis for axis in data_axes if axis in spec_axes(placement.spec)))
     others = sorted(set(used) - {LAYER_PARAMS})
     given = [option for option in ("start_step", "exact_axes", "diagnostics") if getattr(declared, option)]
     parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
@@ -336,7 +337,7 @@ def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None)
         (f"its {layer} is called several times", len(used) > 1),
         (f"its {layer} is not called", not used),
         (f"[remat] recomputes only a part of its layer, {', '.join(inside)}", inside),
-        (f"it is sharded over {sharded}, not over {data_axes} along one dim", [entry_axes(entry) for entry in sharded] != [data_axes]),
+        (f"it is sharded over {sharded}, not over axes of {data_axes} in their order along one dim", sharded != [in_order]),
         ("its mean gradient is sharded in another way", sync.reduction.mean_spec(placement) != placement.spec),
         ("a dim is sharded over data axes and others", sync.mesh_axes.model_axes and not spec.nested),
         (f"codec {spec.codec_name} keeps a state", jax.eval_shape(codec_state, jax.random.key(0))),

@@ -17,6 +17,7 @@ from spmd.errors import ModelError, OptionError, short_repr
 from spmd.layout.check import fit_layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
+from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
 from spmd.models.base import Model, Variables, trace_abstractly
 from spmd.models.flax_linen import LinenModel
@@ -215,7 +216,9 @@ class PlacedModel:
     @functools.cached_property
     def _fitted(self) -> Resolved:
         params = flatten(self._own.params)
-        return fit_layout(self._layout, params, self._names, MeshSpec.parse(self.mesh), self._given.stacks())
+        mesh = MeshSpec.parse(self.mesh)
+        layout = without_axes(self._layout, unused_axes(self._layout, mesh))
+        return fit_layout(layout, params, self._names, mesh, self._given.stacks())
 
     @functools.cached_property
     def resolved(self) -> Resolved:

@@ -371,14 +371,19 @@ def gather_leaves(gathering: Gathering, shards: list[jax.Array], residuals: dict
 
 
 def _small_together(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[list[int]]:
-    """Their numbers: small arrays are sent together, and each large one, which would be copied out of a bucket, alone."""
-    sizes = [shard.dtype.itemsize * math.prod(layout.shape) for shard, layout in zip(shards, layouts, strict=True)]
-    small = [number for number, size in enumerate(sizes) if size <= MAX_EXACT_BUCKET]
-    return [*([small] if small else []), *([number] for number in range(len(shards)) if number not in small)]
+    """Their numbers: small arrays over the same axes are sent together, and each large one alone, as it would be copied out of a bucket."""
+    together: dict[tuple[str, ...], list[int]] = {}
+    alone = []
+    for number, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
+        if shard.dtype.itemsize * math.prod(layout.shape) <= MAX_EXACT_BUCKET:
+            together.setdefault(layout.sharded_axes, []).append(number)
+        else:
+            alone.append([number])
+    return [*together.values(), *alone]
 
 
 def _all_gather(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax.Array]:
-    axes, dims = layouts[0].axes, [len(layout.spec) - 1 for layout in layouts]
+    axes, dims = layouts[0].sharded_axes, [len(layout.spec) - 1 for layout in layouts]
     if len(shards) == 1:
         return [collectives.all_gather(shards[0], axes, dims[0])]
     joined = packed_collective([x[None] for x in shards], 1, lambda part: collectives.all_gather(part, axes, 0))

@@ -190,6 +190,8 @@ def test_shipped_layouts_fit_a_model_with_names(name):
     meshes = {"hierarchical_int8": "node=2,data=4", "context_parallel": "data=4,context=2", "expert_parallel": "data=4,expert=2"}
     meshes |= {"spatial": "data=2,row=2,column=2", "fsdp_pipeline_tensor": "data=2,stage=2,model=2"}
     meshes |= {"pipeline": "data=2,stage=4", "pipeline_1f1b": "data=2,stage=4"}
+    meshes |= {"transformer_parallel": "stage=1,replica=2,data=2,context=1,model=2"}
+    meshes |= {"fsdp_sequence_parallel": "replica=1,data=4,context=1,model=2"}
     mesh = MeshSpec.parse(meshes[name]) if name in meshes else MESH
     specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
@@ -215,6 +217,8 @@ def test_shipped_layouts_fit_a_model_with_names(name):
         "sequence_parallel": ((None, "model"), (), ("model", None)),
         "conv_data_dense_model": ((None, "model"), (), ("model", None)),
         "fsdp_tensor_parallel": (("data", "model"), ("data",), ("model", "data")),
+        "fsdp_sequence_parallel": (("data", "model"), ("data",), ("model", "data")),
+        "transformer_parallel": (("data", "model"), ("data",), ("model", "data")),
     }[name]
 
 

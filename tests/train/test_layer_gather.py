@@ -112,7 +112,8 @@ CASES = {
     "layers recomputed": {"remat": spmd.Remat(modules=("stack/layers",))},
     "products kept": {"remat": spmd.Remat("dots")},
     "tensor parallel": {"params": TENSOR_PARALLEL, "mesh": "data=4,model=2"},
-    "two data axes": {"mesh": "node=2,data=4", "two": True},
+    "two data axes": {"mesh": "node=2,data=4", "axes": ("node", "data")},
+    "shards inside each of two nodes": {"mesh": "node=2,data=4", "axes": "data"},
 }
 
 
@@ -121,11 +122,8 @@ CASES = {
 def test_layers_gathered_in_their_loop_train_as_on_one_device(case):
     options = dict(CASES[case])
     layout = sharded("layer", params=options.pop("params", ()), remat=options.pop("remat", None))
-    if options.pop("two", False):
-        rules = (
-            spmd.Rule("stack/layers/up/kernel", (("node", "data"), None)),
-            spmd.Rule("stack/layers/down/kernel", (None, ("node", "data"))),
-        )
+    if axes := options.pop("axes", None):
+        rules = (spmd.Rule("stack/layers/up/kernel", (axes, None)), spmd.Rule("stack/layers/down/kernel", (None, axes)))
         layout = dataclasses.replace(layout, params=rules, batch=dataclasses.replace(layout.batch, spec=(("node", "data"),)))
         layout = dataclasses.replace(layout, default=spmd.Default("replicate"))
         options["net"] = lambda: Net()

@@ -1,0 +1,184 @@
+"""The result of `spmd.search`: plans, the Pareto front of memory against time, and why the other candidates were rejected."""
+
+import dataclasses
+import html
+from collections.abc import Mapping
+from pathlib import Path
+
+from spmd.errors import OptionError
+from spmd.layout.schema import Layout
+from spmd.planner.candidates import Candidate
+from spmd.planner.drawings import pareto_chart
+from spmd.planner.planning import Plan
+from spmd.planner.target import Cluster
+from spmd.planner.text_report import seconds
+from spmd.render.html import Html, aligned, filled, folded, framed, table
+from spmd.tree import format_bytes
+from spmd.user_paths import as_path, write_text
+
+FRONT = "front: no other plan is as fast in less memory, or faster in as little (the Pareto front)"
+
+
+class Reason(str):
+    """Why a candidate was rejected; `kind` is "memory", "limit" (of `compiles` or `seconds`), or "" for any other reason."""
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str = "") -> "Reason":
+        """The text, with its kind."""
+        self = super().__new__(cls, text)
+        self.kind = kind
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """The result of `search`; printed, a table and the reasons for rejections.
+
+    Attributes:
+      cluster: the target.
+      alone: the plan of the same step on one device, whether it fits or not.
+      plans: every candidate that was compiled and fits, fastest first, with its plan.
+      rejected: every other candidate and the reason, in the order of candidates.
+      left_out: layouts that were not searched, and why.
+      complete: whether each candidate was compiled or ruled out; if not, the search stopped at `compiles` or `seconds`.
+      would_hold: if nothing fits, a plan on the smallest mesh found on which the step fits.
+    """
+
+    cluster: Cluster
+    alone: Plan
+    plans: tuple[tuple[Candidate, Plan], ...]
+    rejected: Mapping[Candidate, Reason]
+    left_out: Mapping[str, str]
+    complete: bool
+    would_hold: Plan | None
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest plan that fits; None where none does."""
+        return self.plans[0][1] if self.plans else None
+
+    @property
+    def front(self) -> tuple[tuple[Candidate, Plan], ...]:
+        """The Pareto front: plans that need less memory than every faster one; fastest first."""
+        front: list[tuple[Candidate, Plan]] = []
+        for candidate, plan in self.plans:
+            if not front or plan.memory.peak < front[-1][1].memory.peak:
+                front.append((candidate, plan))
+        return tuple(front)
+
+    def drawing(self) -> Html:
+        """Memory against time of every plan, and the Pareto front, as HTML for a notebook's cell or a page.
+
+        Raises:
+          OptionError: nothing fits.
+        """
+        if not self.plans:
+            raise OptionError(f"search: {self._why_nothing}, so there is nothing to draw.")
+        return framed(self._chart)
+
+    @property
+    def _chart(self) -> str:
+        points = [(candidate.layout.name, str(candidate), plan.timeline.seconds, plan.memory.peak) for candidate, plan in self.plans]
+        return pareto_chart(points, self.cluster.target.memory, f"memory against time of {len(points)} plans for {self.cluster}")
+
+    @property
+    def _why_nothing(self) -> str:
+        if all(why.kind != "memory" for why in self.rejected.values()):
+            first = next(iter([*self.rejected.values(), *self.left_out.values()]), "there are no candidates")
+            return f"no candidate could be planned for {self.cluster}: {first}"
+        return f"nothing fits {self.cluster}" if self.complete else f"nothing that was compiled fits {self.cluster}"
+
+    @property
+    def _larger_mesh(self) -> str:
+        plan = self.would_hold
+        return f"{plan.layout.name} on mesh {plan.mesh} of {plan.cluster} would hold it: {plan.memory.verdict}" if plan is not None else ""
+
+    @property
+    def layout(self) -> Layout:
+        """The best plan's layout, complete with its mesh.
+
+        Raises:
+          OptionError: nothing fits.
+        """
+        if not self.plans:
+            fix = self._larger_mesh or ("a smaller model or batch" if self.complete else "more compiles")
+            raise OptionError(f"search: {self._why_nothing}.", fix=f"{fix}.")
+        return self.plans[0][0].layout
+
+    def to_toml(self) -> str:
+        """The best layout as TOML, with a comment on how to use it.
+
+        Raises:
+          OptionError: nothing fits.
+        """
+        layout, best = self.layout, self.plans[0][1]
+        config = best.program.placed.config
+        arguments = f"batch_size={best.rows}"
+        arguments += f", accumulate={config.accumulate}" if config.accumulate > 1 else ""
+        arguments += f', precision="{config.precision}"' if config.precision != "float32" else ""
+        step = f"{seconds(best.timeline.seconds)} per step predicted, {best.memory.verdict}"
+        return f"# Found by spmd.search for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n{layout.to_toml()}"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the best layout as a TOML file; its folder is made if it is not there.
+
+        Raises:
+          OptionError: nothing fits, or a suffix other than .toml.
+        """
+        path = as_path(path, "path")
+        if path.suffix != ".toml":
+            raise OptionError(f'"{path}" is no name for a layout.', fix="one that ends in .toml.")
+        return write_text(path, self.to_toml())
+
+    @property
+    def head(self) -> str:
+        """How many candidates fit, for which target, and the same step on one device."""
+        alone = f"on one device: {seconds(self.alone.timeline.seconds)}, {format_bytes(self.alone.memory.peak)}."
+        return f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
+
+    @property
+    def verdict(self) -> str:
+        """A sentence that says that nothing fits, and on which mesh the step would."""
+        return self._why_nothing[0].upper() + self._why_nothing[1:] + (f"; {self._larger_mesh}" if self.would_hold else "")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table: its header, then every plan, fastest first; the last column marks the Pareto front."""
+        fastest = self.plans[0][1].timeline.seconds if self.plans else 0.0
+        rows = [("", "candidate", "step", "", "peak", "waits", "sent/device", "")]
+        front = {candidate for candidate, _ in self.front}
+        for number, (candidate, plan) in enumerate(self.plans, 1):
+            step, share, waits = plan.timeline.seconds, plan.timeline.seconds / fastest, plan.timeline.exposed / plan.timeline.seconds
+            peak, sent = format_bytes(plan.memory.peak), format_bytes(plan.traffic.bytes())
+            mark = "front" if candidate in front else ""
+            rows.append((str(number), str(candidate), seconds(step), f"{share:.2f}", peak, f"{waits:.0%}", sent, mark))
+        return rows
+
+    def reasons(self) -> list[str]:
+        """One line for each reason for rejecting candidates of a layout, however many they are."""
+        by_reason: dict[tuple[str, str], list[Candidate]] = {}
+        for candidate, why in self.rejected.items():
+            by_reason.setdefault((candidate.layout.name, why), []).append(candidate)
+        lines = [
+            f"  {group[0] if len(group) == 1 else f'{name}, {len(group)} candidates such as {group[0]}'}: {why}"
+            for (name, why), group in by_reason.items()
+        ]
+        return [*lines, *(f"  {name}: {why}" for name, why in self.left_out.items())]
+
+    def __str__(self) -> str:
+        lines = [*aligned(self.rows()), "", FRONT] if self.plans else [self.verdict]
+        return filled("\n".join([self.head, "", *lines, "", "rejected", *self.reasons()]))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> Html:
+        header, *body = self.rows()
+        best = folded("the best layout as TOML", f"<pre>{html.escape(self.to_toml())}</pre>") if self.plans else ""
+        fits = (
+            f'{self._chart}<div class="wide">{table(header, body)}</div><p>{FRONT}</p>'
+            if body
+            else f'<p class="verdict bad">{html.escape(self.verdict)}</p>'
+        )
+        reasons = "\n".join(line.strip() for line in self.reasons())
+        rejected = folded(f"{len(self.rejected) + len(self.left_out)} rejected, and why", f"<pre>{html.escape(reasons)}</pre>")
+        return framed(f"<p>{html.escape(self.head)}</p>{fits}{best}{rejected if reasons else ''}")
