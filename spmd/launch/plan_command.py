@@ -53,6 +53,7 @@ def add_to(commands: Any) -> None:
         "--candidates", default="exact", metavar="LAYOUTS", help='"exact", "all", or a comma-separated list of layouts (default: exact)'
     )
     parser.add_argument("--compiles", type=int, default=24, metavar="N", help="the most programs to compile (default: 24)")
+    parser.add_argument("--max-seconds", type=float, metavar="SECONDS", help="start no further program after this time")
     parser.add_argument(
         "--compiler-options", action="store_true", help="also try options of XLA on the fastest layouts, for GPUs: up to 10 more programs"
     )
@@ -127,7 +128,7 @@ def _search(options: argparse.Namespace) -> str:
         raise OptionError(f'"{options.save}" is not a layout file.', fix="a name that ends in .toml.")
     searched = ("layout", "mesh", "accumulate")
     step = {name: value for name, value in _step_arguments(options).items() if name not in searched}
-    chosen = {"compiles": options.compiles, "compiler_options": options.compiler_options}
+    chosen = {"compiles": options.compiles, "max_seconds": options.max_seconds, "compiler_options": options.compiler_options}
     result = search(**step, candidates=candidates, **chosen, timeout=options.timeout, say=_show)
     _show("")
     if options.save and not result.plans:

@@ -192,11 +192,11 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
         parts.append(caption(x(at), bottom + 18, seconds(at), "middle"))
     if capacity <= top:
         parts.append(_line((left, y(capacity)), (right, y(capacity)), "bad"))
-        parts.append(caption(right + 8, y(capacity) + 4, f"{format_bytes(capacity)} on a device"))
+        parts.append(caption(right - 6, y(capacity) + 14, f"{format_bytes(capacity)} on a device", "end"))
     front: list[tuple[float, float]] = []
     for _, _, time, size in points:
         if not front or y(size) > front[-1][1]:
-            front += [(x(time), front[-1][1])] * bool(front) + [(x(time), y(size))]
+            front += [*([(x(time), front[-1][1])] if front else []), (x(time), y(size))]
     corners = " ".join(f"{across:.1f},{down:.1f}" for across, down in [*front, (right, front[-1][1])])
     parts.append(f'<polyline points="{corners}" fill="none" stroke="var(--f)" stroke-width="2"/>')
     for number, (kind, name, time, size) in reversed(list(enumerate(points, 1))):
@@ -205,7 +205,9 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
         title = html.escape(f"{number}. {name}: {seconds(time)}, {format_bytes(size)}")
         shape = f'r="7" fill="var(--{colour})"' if on_front else f'r="5" fill="var(--{colour})" fill-opacity="0.45"'
         parts.append(f"<circle {place} {shape}><title>{title}</title></circle>")
-        parts += [caption(x(time) + 9, y(size) - 7, str(number))] * on_front
+        faster = front[: front.index((x(time), y(size)))] if on_front else []
+        legible = on_front and all(math.dist((x(time), y(size)), other) > 14 for other in faster)
+        parts += [caption(x(time) + 9, y(size) - 7, str(number))] * legible
     parts += [legend(right + 20, 32 + 22 * number, COLOURS[number % len(COLOURS)], kind) for number, kind in enumerate(series)]
     parts.append(
         caption(

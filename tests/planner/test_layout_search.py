@@ -1,6 +1,7 @@
 """Searches and fixes: what they choose from, that nothing is lost by what they leave out, and the reasons they give."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -15,10 +16,10 @@ from flax import nnx
 import spmd
 from spmd.errors import SpmdError
 from spmd.launch.cli import main
-from spmd.layout.schema import Remat
+from spmd.layout.schema import Batch, Remat
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.candidates import CandidateSpace, chosen_layouts, microbatches, remats, update_differences
+from spmd.planner.candidates import CandidateSpace, chosen_layouts, microbatches, remats, update_differences, with_fused_attention
 from spmd.planner.layout_search import SearchRun
 from spmd.planner.lower_bounds import lower_bounds_of
 from spmd.planner.plan_data import build_plan
@@ -74,6 +75,9 @@ def space(*layouts, devices=4, rows=ROWS, remats=LESS):
     return CandidateSpace(tuple(map(spmd.Layout.load, layouts)), remats, devices, rows)
 
 
+REPLICAS = ["replica=1,data=4", "replica=2,data=2", "replica=4,data=1"]
+
+
 @pytest.mark.parametrize(
     ("layout", "devices", "wanted"),
     [
@@ -84,6 +88,7 @@ def space(*layouts, devices=4, rows=ROWS, remats=LESS):
         ("pipeline", 8, ["data=2,stage=4", "data=1,stage=8", "data=4,stage=2"]),
         ("fsdp_pipeline_tensor", 8, ["data=2,stage=2,model=2", "data=1,stage=2,model=4", "data=1,stage=4,model=2"]),
         (spmd.Layout(params=(spmd.Rule("up", ("model",)),)), 4, ["data=2,model=2", "data=1,model=4"]),
+        (spmd.Layout(mesh=(("replica", 1), ("data", -1)), batch=Batch((("replica", "data"),))), 4, REPLICAS),
     ],
 )
 def test_meshes_use_all_devices_and_each_sharded_axis_has_two(layout, devices, wanted):
@@ -103,6 +108,25 @@ def test_candidates_are_all_that_can_be_said():
     assert {candidate.layout.pipeline.microbatches for candidate in four_stages} == {None, 4, 8, 32}
     layout = dataclasses.replace(spmd.Layout.load("fsdp"), remat=Remat("dots"))
     assert {candidate.layout.remat.saves for candidate in space(layout).all()} == {"dots", "nothing"}, "never less than the layout asks for"
+
+
+def test_one_layout_is_searched_as_all_that_its_axes_make():
+    """A candidate has no axis of one device, no pipeline of one stage has microbatches, and what two layouts share comes once."""
+    chosen = space("fsdp_tensor_parallel", "transformer_parallel", devices=8, remats=())
+    groups = {str(group.mesh).replace(" ", ""): group for group in chosen.groups(1)}
+    assert {"data=8", "replica=2,data=4", "stage=2,data=2,model=2", "data=2,context=2,model=2", "data=1,model=8"} <= groups.keys()
+    plain = groups["data=8"].layout
+    assert (plain.batch.spec, plain.pipeline.axis, plain.sequence.axis) == (("data",), None, None)
+    assert dict(plain.axes)["embed"] == "data" and dict(plain.axes)["mlp"] is None
+    counts = {group.mesh.sizes.get("stage", 1): set() for group in chosen.groups(1)}
+    for group in chosen.groups(1):
+        counts[group.mesh.sizes.get("stage", 1)].add(group.layout.pipeline.microbatches)
+    assert counts[1] == {None} and counts[4] == {None, 4, 8, 32}
+    layouts, left_out = with_fused_attention([spmd.Layout.load(name) for name in ("fsdp", "fsdp_tensor_parallel", "fsdp_transformer")])
+    assert left_out == {"fsdp": "with fused attention it is fsdp_transformer"}
+    assert [layout.attention.implementation for layout in layouts] == ["auto", "auto"]
+    fused = dataclasses.replace(space("transformer_parallel"), layouts=(layouts[0], spmd.Layout.load("transformer_parallel")))
+    assert not fused.groups(0) and fused.impossible(0) == "every candidate of it is one of a layout with more axes"
 
 
 def test_what_may_be_recomputed_is_what_repeats():
@@ -241,6 +265,16 @@ def test_a_search_as_a_user_sees_it(device, tmp_path, monkeypatch):
     assert again.timeline.seconds == search.best.timeline.seconds and again.memory == search.best.memory
     pipeline = {why for candidate, why in search.rejected.items() if candidate.layout.name == "pipeline"}
     assert len(pipeline) == 1 and "calls none" in pipeline.pop()
+    front, peaks = search.front, [plan.memory.peak for _, plan in search.plans]
+    assert front[0] == search.plans[0] and front[-1][1].memory.peak == min(peaks)
+    assert all(
+        other.memory.peak > plan.memory.peak or other.timeline.seconds >= plan.timeline.seconds
+        for _, plan in front
+        for _, other in search.plans
+    )
+    drawing = search.drawing()
+    assert drawing.count("<circle") == len(search.plans) and drawing.count('r="7"') == len(front) == str(search).count("front\n")
+    assert "Pareto front" in str(search)
     shown = dataclasses.replace(search, left_out={"<b>odd</b>": "why"})._repr_html_()
     assert shown.count("<tr>") == 1 + len(search.plans) and "&lt;b&gt;odd&lt;/b&gt;: why" in shown and "<b>odd" not in shown
     assert repr(search.best).startswith(f"Plan of {search.best.layout.name} on mesh data=2 of 1x2x") and "\n" not in repr(search.best)
@@ -288,6 +322,7 @@ def test_fixes_are_planned_in_their_order_and_end_with_one_that_fits(device):
     ("options", "message"),
     [
         ({"compiles": 0}, "compiles=0.\n    fix: a positive integer, or None for no limit."),
+        ({"max_seconds": 0}, "max_seconds=0.\n    fix: a positive number of seconds."),
         ({"candidates": "best"}, "candidates='best' is a str."),
         ({"candidates": []}, "candidates=[] is empty."),
         ({"candidates": ["fsdpp"]}, 'did you mean "fsdp"?'),
@@ -317,6 +352,28 @@ def test_a_mesh_that_is_ruled_out_does_not_rule_out_the_others(device):
     search = spmd.search(model, batch, candidates=layout, **more, **TRAINS)
     assert search.best.fits and str(search.best.mesh) == "data=1, model=8"
     assert any("state alone" in why for candidate, why in search.rejected.items() if candidate.mesh == MeshSpec.parse("data=4,model=2"))
+
+
+def test_no_program_is_started_after_the_last_second(device, monkeypatch):
+    """The clock is past the end as soon as the step on one device is planned."""
+    clock = itertools.count(step=100.0)
+    monkeypatch.setattr("spmd.planner.layout_search.time.monotonic", lambda: next(clock))
+    search = spmd.search(MODEL, BATCH, target=f"2x{device(10**9)}", candidates=["fsdp"], max_seconds=50, **TRAINS)
+    assert not search.plans and not search.complete and {why.kind for why in search.rejected.values()} == {"limit"}
+
+
+def test_activations_of_one_device_rule_out_what_cannot_fit(device):
+    """Sixteen products: an even share of what they keep does not fit, so the first program that is compiled keeps or computes less at once."""
+    deep = spmd.FunctionalModel(
+        lambda key: {f"w{number}": jnp.zeros((64, 64)) for number in range(16)},
+        lambda params, x: functools.reduce(lambda x, name: jnp.tanh(x @ params[name]), sorted(params), x),
+    )
+    batch = {"x": jax.ShapeDtypeStruct((16384, 64), "float32"), "y": jax.ShapeDtypeStruct((16384, 64), "float32")}
+    said = []
+    search = spmd.search(deep, batch, target=f"2x{device(20 * 2**20)}", candidates=["fsdp"], compiles=4, say=said.append, **TRAINS)
+    least = [why for candidate, why in search.rejected.items() if "the activations of one device" in why]
+    assert least and all(why.kind == "memory" for why in least)
+    assert search.best.fits and not any("; the best" not in line and line.endswith("reduction reduce_scatter") for line in said), said
 
 
 def test_lower_bounds_leave_out_frozen_parameters(device):
