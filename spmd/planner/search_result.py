@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.tree import format_bytes
 from spmd.user_paths import as_path, write_text
 
+_FIGURES = re.compile(r"[\d.,e+]+ (?:[KMGT]?i?B|s|ms|us)\b")  # bytes and times, which differ between candidates rejected for one reason
 FRONT = "front: no other plan is as fast in less memory, or faster in as little (the Pareto front)"
 
 
@@ -155,13 +157,13 @@ class Search:
         return rows
 
     def reasons(self) -> list[str]:
-        """One line for each reason for rejecting candidates of a layout, however many they are."""
+        """One line for each reason for rejecting candidates of a layout, however many they are; of several figures, the first one's."""
         by_reason: dict[tuple[str, str], list[Candidate]] = {}
         for candidate, why in self.rejected.items():
-            by_reason.setdefault((candidate.layout.name, why), []).append(candidate)
+            by_reason.setdefault((candidate.layout.name, _FIGURES.sub("", why)), []).append(candidate)
         lines = [
-            f"  {group[0] if len(group) == 1 else f'{name}, {len(group)} candidates such as {group[0]}'}: {why}"
-            for (name, why), group in by_reason.items()
+            f"  {group[0] if len(group) == 1 else f'{name}, {len(group)} candidates such as {group[0]}'}: {self.rejected[group[0]]}"
+            for (name, _), group in by_reason.items()
         ]
         return [*lines, *(f"  {name}: {why}" for name, why in self.left_out.items())]
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -357,13 +358,13 @@ def test_a_mesh_that_is_ruled_out_does_not_rule_out_the_others(device):
 def test_no_program_is_started_after_the_last_second(device, monkeypatch):
     """The clock is past the end as soon as the step on one device is planned."""
     clock = itertools.count(step=100.0)
-    monkeypatch.setattr("spmd.planner.layout_search.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("spmd.planner.layout_search.time", SimpleNamespace(monotonic=lambda: next(clock)))
     search = spmd.search(MODEL, BATCH, target=f"2x{device(10**9)}", candidates=["fsdp"], max_seconds=50, **TRAINS)
     assert not search.plans and not search.complete and {why.kind for why in search.rejected.values()} == {"limit"}
 
 
 def test_activations_of_one_device_rule_out_what_cannot_fit(device):
-    """Sixteen products: an even share of what they keep does not fit, so the first program that is compiled keeps or computes less at once."""
+    """An even share of what sixteen products keep does not fit, so the first program that is compiled keeps or computes less at once."""
     deep = spmd.FunctionalModel(
         lambda key: {f"w{number}": jnp.zeros((64, 64)) for number in range(16)},
         lambda params, x: functools.reduce(lambda x, name: jnp.tanh(x @ params[name]), sorted(params), x),
