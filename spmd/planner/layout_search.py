@@ -241,15 +241,16 @@ class SearchRun:
             elif self.lightest_first or not any(other.family == family for other in self._queue):
                 self._queue[group] = None
 
-    def _priority(self, candidate: Candidate) -> tuple[bool, float, int]:
-        """The smallest is next: while nothing fits, candidates that save memory; then by expected seconds, then microbatches."""
+    def _priority(self, candidate: Candidate) -> tuple[int, bool, float, int]:
+        """The smallest is next: while nothing fits, layouts of which little was tried and what saves memory; then by expected seconds."""
         saves = candidate.accumulate > 1 or candidate.remat_level > 0
         bounds = self._bounds_of(candidate)
         if isinstance(bounds, Reason):
-            return False, 0.0, 1
+            return 0, False, 0.0, 1
         if self.lightest_first and not saves:
-            return True, float(bounds.state), 1
-        return self.best is None and not saves, self._expected_seconds(candidate, bounds), candidate.accumulate
+            return 0, True, float(bounds.state), 1
+        tried = 0 if self.best or self.lightest_first else sum(other.family == candidate.family for other in self.plans)
+        return tried, self.best is None and not saves, self._expected_seconds(candidate, bounds), candidate.accumulate
 
     def _expected_seconds(self, candidate: Candidate, bounds: LowerBounds) -> float:
         """The time of the nearest plan, plus the launch overhead of each further microbatch; the lower bound if there is no plan."""
