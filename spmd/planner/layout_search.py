@@ -100,7 +100,7 @@ def search(
     deadline = math.inf if max_seconds is None else started + max_seconds
     run = SearchRun(alone, cluster, space, timeout, say, deadline=deadline)
     run.compile_candidates(math.inf if compiles is None else compiles)
-    fitting = _fastest_first({candidate: plan for candidate, plan in run.plans.items() if plan.fits})
+    fitting = _fastest_first({candidate: plan for candidate, plan in run.plans.items() if run.fits[candidate]})
     rejected = dict(run.rejected())
     if compiler_options and fitting:
         if why := why_not_tuned(fitting[0][1]):
@@ -168,6 +168,8 @@ class SearchRun:
     deadline: float = math.inf  # of `time.monotonic`, after which no program is started
     plans: dict[Candidate, Plan] = dataclasses.field(default_factory=dict)
     reasons: dict[Candidate, Reason] = dataclasses.field(default_factory=dict)
+    fits: dict[Candidate, bool] = dataclasses.field(default_factory=dict)  # of each plan, which computes it from likelihoods
+    best: Plan | None = None  # the fastest so far that fits
     failed: int = 0  # programs that did not compile
     _queue: dict[Candidate, None] = dataclasses.field(default_factory=dict)  # in order of arrival
     _bounds: dict[Candidate, LowerBounds | Reason] = dataclasses.field(default_factory=dict)  # by placement
@@ -178,11 +180,6 @@ class SearchRun:
     @functools.cached_property
     def _trainable(self) -> set[str]:
         return trainable_paths(self.alone.program.placed)
-
-    @property
-    def best(self) -> Plan | None:
-        """The fastest plan so far that fits."""
-        return min((plan for plan in self.plans.values() if plan.fits), key=lambda plan: plan.timeline.seconds, default=None)
 
     def compile_candidates(self, limit: float) -> None:
         """Compile candidates until the queue is empty or `limit` programs are compiled, twice as many while nothing fits."""
@@ -228,7 +225,7 @@ class SearchRun:
             if candidate not in self.plans:
                 limit = Reason(f"not compiled, for {len(self.plans)} were, and others promised more", "limit")
                 yield candidate, self.reasons.get(candidate) or self._why_skip(candidate) or limit
-            elif not self.plans[candidate].fits:
+            elif not self.fits[candidate]:
                 needed = format_bytes(self.plans[candidate].memory.expected)
                 yield candidate, Reason(f"compiled, and does not fit: {needed}", "memory")
 
@@ -334,7 +331,7 @@ class SearchRun:
         for other, plan in self.plans.items():
             if other.group != candidate.group:
                 continue
-            if plan.fits and other.remat_level <= candidate.remat_level and other.accumulate <= candidate.accumulate:
+            if self.fits[other] and other.remat_level <= candidate.remat_level and other.accumulate <= candidate.accumulate:
                 return Reason("saves memory unnecessarily: it fits with fewer microbatches or less recomputation")
             if other.remat_level == candidate.remat_level and candidate.accumulate > other.accumulate:
                 least = plan.least_memory(candidate.accumulate)
@@ -360,8 +357,10 @@ class SearchRun:
         except SpmdError as error:
             self._refuse(candidate, error)
             return
-        self.plans[candidate] = plan
-        self._enqueue([*(self.space.lighter(candidate) if not plan.fits else ()), *self.space.groups(candidate.family)])
+        self.plans[candidate], self.fits[candidate] = plan, plan.fits
+        if self.fits[candidate] and (self.best is None or plan.timeline.seconds < self.best.timeline.seconds):
+            self.best = plan
+        self._enqueue([*(self.space.lighter(candidate) if not self.fits[candidate] else ()), *self.space.groups(candidate.family)])
 
     def _refuse(self, candidate: Candidate, error: SpmdError) -> None:
         """Record an error. One of the layout or model applies to its group; the same one twice, to all meshes of the same axes."""
