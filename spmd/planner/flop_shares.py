@@ -10,10 +10,9 @@ from spmd.planner.cost import FREE, attention_recomputed, cost_of, product_of
 from spmd.planner.hlo import Instruction, Module, collective_kind
 from spmd.planner.kernel_time import Product
 from spmd.planner.model_flops import PASSES
+from spmd.planner.timeline import REMATERIALIZED, REMATTED
 from spmd.planner.variance import Variance
 
-REMATTED = "rematted_computation"  # in the scopes of what jax.checkpoint computes again
-REMATERIALIZED = ".remat"  # in the names of what XLA computes again, on its own account
 RECOMPUTED, BY_XLA, IN_KERNELS = "recomputed in the backward pass", "recomputed by XLA", "recomputed in kernels of attention"
 BUBBLES, REPLICATED, PADDING, OTHER = "pipeline bubbles", "replicated", "padding by XLA", "other"
 NEGATIVE = "other: gradients that nothing needs, as of the batch"

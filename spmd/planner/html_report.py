@@ -8,7 +8,7 @@ import numpy as np
 from spmd.layout.summary import COLUMNS, rows as layout_rows
 from spmd.planner.memory import TITLES
 from spmd.planner.plan_data import PlanData
-from spmd.planner.text_report import headline, seconds, step_time, timeline_text
+from spmd.planner.text_report import costs_text, headline, seconds, step_time, timeline_text
 from spmd.planner.timeline import Span
 from spmd.planner.traffic import traffic_rows
 from spmd.render.html import Html, document, folded, framed, table
@@ -44,6 +44,7 @@ def fragment(plan: PlanData) -> Html:
         f"<h2>Communication</h2>{communication}" if plan.traffic.transfers else "",
         pipelines,
         "<h2>Notes</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in plan.notes) if plan.notes else "",
+        f"<h2>Largest costs</h2><pre>{html.escape(costs_text(plan))}</pre>" if plan.costs else "",
         folded("placement of every parameter", f'<div class="wide">{table(COLUMNS, layout_rows(plan.program.placed.resolved))}</div>'),
         folded("the layout as TOML", f"<pre>{html.escape(plan.layout.to_toml())}</pre>"),
     ]

@@ -24,6 +24,7 @@ from spmd.planner.hlo import Module, parse
 from spmd.planner.low_precision import precision_notes
 from spmd.planner.memory import Memory, memory_of
 from spmd.planner.model_flops import LargeProducts, empty_places, large_products, model_flops, trace_model
+from spmd.planner.step_costs import StepCost, step_costs
 from spmd.planner.sync_period import StepTimes, SyncPeriod, sync_period, unmarked_parts
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, Wait, timeline_of
@@ -65,6 +66,11 @@ class PlanData:
     def layout(self) -> Layout:
         """The layout of this plan."""
         return self.program.placed.resolved.layout
+
+    @property
+    def costs(self) -> tuple[StepCost, ...]:
+        """What the step spends its time on, largest first; together they are the step."""
+        return step_costs(self.timeline, self.flops)
 
     @property
     def requested_bytes(self) -> int | None:

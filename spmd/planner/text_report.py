@@ -10,6 +10,7 @@ from spmd.layout.compiler import CPU_DEFAULTS
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.plan_data import PlanData
+from spmd.planner.step_costs import SHOWN
 from spmd.planner.sync_period import SyncPeriod
 from spmd.planner.timeline import LIMITS, Timeline
 from spmd.render.html import Text, filled
@@ -19,6 +20,7 @@ from spmd.train.state import owner_of
 from spmd.tree import describe, flatten, format_bytes
 
 KERNELS = ("convolutions", "attention")  # parts of a step that only some programs have
+CHANGES = "what known changes would bring: plan.changes(), or `spmd plan --changes`."
 FIXES = "what would make it fit: plan.fixes(), or `spmd plan --fixes`; another layout: spmd.search, or `spmd search`."
 
 
@@ -30,6 +32,7 @@ def text(plan: PlanData) -> str:
         ("time of a step (predicted)", timeline_text(plan)),
         ("pipelines", "\n".join(f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in plan.schedules.items())),
         ("notes", "\n".join(plan.notes)),
+        ("largest costs", costs_text(plan)),
     )
     return filled("\n\n".join([headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)]))
 
@@ -80,6 +83,12 @@ def timeline_text(plan: PlanData) -> str:
     lines.append(f"{of_model}: {peak}; most of the time is {times.limit}.")
     lines += filter(None, [str(plan.flops), assumptions(plan)])
     return "\n".join(lines)
+
+
+def costs_text(plan: PlanData) -> str:
+    """The largest costs of a step, each with its seconds and its share."""
+    lines = [f"{cost.what:<62}{seconds(cost.seconds):>10}{cost.share:>8.1%}" for cost in plan.costs[:SHOWN]]
+    return "\n".join([*lines, CHANGES]) if lines else ""
 
 
 def assumptions(plan: PlanData) -> str:
@@ -204,8 +213,8 @@ def _where(leaf: Any) -> str:
     return f"spec {spec_text(spec)}: {shards} shards, each on {mesh.size // shards} of {mesh.size} devices"
 
 
-def to_json(plan: PlanData) -> str:
-    """All figures of a plan, as JSON."""
+def to_json(plan: PlanData, **more: Any) -> str:
+    """All figures of a plan, and more, as JSON."""
     times = {
         field.name: getattr(plan.timeline, field.name) for field in dataclasses.fields(Timeline) if field.name not in ("spans", "waits")
     }
@@ -230,5 +239,6 @@ def to_json(plan: PlanData) -> str:
         "flops": dataclasses.asdict(plan.flops),
         "period": {name: getattr(plan.period, name) for name in ("steps", "seconds", "range", "utilization", "hidden", "site_bytes")},
         "notes": list(plan.notes),
-    }
+        "costs": [dataclasses.asdict(cost) for cost in plan.costs],
+    } | more
     return json.dumps(figures, indent=1)

@@ -11,7 +11,7 @@ Copies between device and host take the time of their bytes on the host's link, 
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from spmd.mesh import MeshSpec
@@ -32,7 +32,8 @@ LIMITS = {
 KINDS = {"matmul": "products", "convolution": "convolutions", "attention": "attention", "attention_backward": "attention"}
 SPREADS = {"products": "matmul", "launches": "launch", "exposed": "link", "convolutions": "convolution"}  # of parts, if named otherwise
 REMATERIALIZED = ".remat"  # in the names of operations that XLA repeats to save memory
-ADDED = (*LIMITS.values(), "compute", "communicated", "host_seconds", "host_bytes", "rematerialized")  # of a loop's body
+REMATTED = "rematted_computation"  # in the scopes of what jax.checkpoint computes again
+ADDED = (*LIMITS.values(), "compute", "communicated", "host_seconds", "host_bytes", "rematerialized", "repeated_memory")  # of a loop's body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,8 @@ class Timeline:
       spans: the schedule of the entry computation; a loop is one span.
       waits: collectives that are not hidden, those that take the most of the step first.
       rematerialized: seconds of computation that XLA repeats, on its own account, to save memory.
+      repeated_memory: the part of `memory` that is spent on computing again what `[remat]`, the model or XLA discards.
+      at_peak: seconds that what is multiplied takes at the device's peak, by the fields `products`, `convolutions` and `attention`.
     """
 
     seconds: float
@@ -100,6 +103,8 @@ class Timeline:
     convolutions: float = 0.0
     attention: float = 0.0
     deviation: float = 0.0
+    repeated_memory: float = 0.0
+    at_peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def multiplying(self) -> float:
@@ -149,6 +154,8 @@ class _Clock:
     host_seconds: float = 0.0
     host_bytes: float = 0.0
     rematerialized: float = 0.0
+    repeated_memory: float = 0.0
+    at_peak: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     waits: list[Wait] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = dataclasses.field(default_factory=list)
@@ -178,6 +185,7 @@ def timeline_of(
     host, waits = (clock.host_seconds, clock.host_bytes), tuple(sorted(clock.waits, key=lambda wait: -wait.exposed))
     counted = flops, min(model_flops, flops), peak
     more = waits, clock.rematerialized, clock.convolutions, clock.attention, deviation(clock, cluster.target)
+    more += clock.repeated_memory, dict(clock.at_peak)
     return Timeline(clock.compute, *computing, clock.exposed, hidden, *counted, tuple(clock.spans), *host, *more)
 
 
@@ -230,7 +238,10 @@ class _Schedule(Partitioned):
                     self._nested(clock, name, instr)
                 elif instr.op not in FREE and not instr.op.endswith("-update"):
                     launch = 0.0 if instr.op == "iota" else self.cluster.target.achieved.launch
+                    memory = clock.memory
                     self._compute(clock, cost_of(self.module, name, instr), launch)
+                    if REMATTED in instr.scope or REMATERIALIZED in instr.name:
+                        clock.repeated_memory += clock.memory - memory
                 if REMATERIALIZED in instr.name:
                     clock.rematerialized += clock.compute - began
                 if clock.compute > began:
@@ -249,6 +260,8 @@ class _Schedule(Partitioned):
         products, memory = sum(times.values()), memory_time(cost.bytes, target)
         part = max(times, key=lambda kind: times[kind]) if products >= memory and times else "memory"
         setattr(clock, part, getattr(clock, part) + max(products, memory))
+        if part != "memory":
+            clock.at_peak[part] += sum(product.flops * product.share / target.rate(product.dtype) for product in cost.products)
         clock.launches += launch
         clock.compute += max(products, memory) + launch
         for dtype, count in cost.flops.items():
@@ -312,6 +325,8 @@ class _Schedule(Partitioned):
         clock.host_link = max(clock.host_link, clock.compute if inner.host_seconds else clock.host_link)
         for dtype, count in inner.flops.items():
             clock.flops[dtype] += times * count
+        for part, value in inner.at_peak.items():
+            clock.at_peak[part] += times * value
 
 
 def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
