@@ -40,6 +40,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--placements", action="store_true", help="print only every array and its devices")
     parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     parser.add_argument("--fixes", action="store_true", help="if it does not fit, plan changes that make it fit")
+    parser.add_argument("--changes", action="store_true", help="plan known changes to the largest costs: up to 8 more programs")
+    parser.add_argument("--tokens", type=float, metavar="1e12", help="also print what a run of this many tokens costs")
+    parser.add_argument("--rows", type=float, metavar="N", help="the same, of N rows")
+    parser.add_argument("--steps", type=float, metavar="N", help="the same, of N steps")
+    parser.add_argument("--price", type=float, metavar="2.50", help="the price of a device-hour, for the cost of the run in money")
     parser.add_argument("--cures", action="store_true", help=argparse.SUPPRESS)  # the old name of --fixes
     parser.add_argument("--save", metavar="FILE", help="also write the report to this .html or .txt file")
     parser.set_defaults(run=_plan)
@@ -93,13 +98,19 @@ def _targets(options: argparse.Namespace) -> str:
 
 def _plan(options: argparse.Namespace) -> str:
     from spmd.planner.planning import plan
+    from spmd.planner.run_cost import check_run
 
     others = [name for name in ("explain", "placements", "json") if getattr(options, name)]
     if options.cures:  # words: the old option
         warn("--cures", "--fixes")
     options.fixes |= options.cures  # words: the old option
-    if options.fixes and others:
-        raise OptionError(f"--fixes adds to the report, which --{others[0]} replaces.", fix="one of the two.")
+    for name in ("fixes", "changes"):
+        if getattr(options, name) and others:
+            raise OptionError(f"--{name} adds to the report, which --{others[0]} replaces.", fix="one of the two.")
+    length = {name: getattr(options, name) for name in ("tokens", "rows", "steps", "price")}
+    check_run(**length, optional=True)
+    if any(length.values()) and others not in ([], ["json"]):
+        raise OptionError(f"the cost of a run is printed after the report, which --{others[0]} replaces.", fix="one of the two.")
     result = plan(**_step_arguments(options), timeout=options.timeout, say=_show)
     _show("")
     if options.save:
@@ -108,11 +119,15 @@ def _plan(options: argparse.Namespace) -> str:
         return result.explain(options.explain)
     if options.placements:
         return result.placements()
+    cost = result.cost(**length) if any(length.values()) else None
     if options.json:
-        return result.to_json()
-    lines = [str(result)]
+        return result.to_json(**({"cost": cost.figures} if cost else {}))
+    lines = [str(result), *(["", "COST OF A RUN", str(cost)] if cost else [])]
     if options.fixes and not result.fits:
         lines += ["", "FIXES, each planned with those before it that help", *map(str, result.fixes(timeout=options.timeout, say=_show))]
+        _show("")
+    if options.changes:
+        lines += ["", "CHANGES", str(result.changes(**length, timeout=options.timeout, say=_show))]
         _show("")
     return "\n".join(lines)
 

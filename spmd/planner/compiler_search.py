@@ -36,7 +36,7 @@ def tune(candidate: Candidate, plan: PlanT, build: Callable[[Candidate], PlanT])
     """
     kept: dict[Candidate, PlanT] = {}
     rejected: dict[Candidate, str] = {}
-    for key, value in _trials(plan):
+    for key, value in trials(plan):
         compiler = dataclasses.replace(candidate.layout.compiler, **{key: value})
         other = dataclasses.replace(candidate, layout=dataclasses.replace(candidate.layout, compiler=compiler))
         try:
@@ -51,7 +51,7 @@ def tune(candidate: Candidate, plan: PlanT, build: Callable[[Candidate], PlanT])
     return kept, rejected
 
 
-def _trials(plan: PlanData) -> Iterator[tuple[str, bool | str]]:
+def trials(plan: PlanData) -> Iterator[tuple[str, bool | str]]:
     """Options that may change a plan's program, and values that it was not compiled with."""
     options, transfers = plan.compiled.options, plan.traffic.transfers
     in_loops = any(transfer.times > 1 for transfer in transfers)  # elsewhere the switches change nothing

@@ -14,6 +14,8 @@ from spmd.planner.drawings import array_drawing
 from spmd.planner.html_report import fragment, page
 from spmd.planner.memory import usable_memory
 from spmd.planner.plan_data import PlanData, build_plan
+from spmd.planner.run_cost import RunCost, run_cost
+from spmd.planner.suggest_changes import COMPILES, Changes, changes_of
 from spmd.planner.suggest_fixes import Fix, fixes_of
 from spmd.planner.target import Cluster
 from spmd.planner.text_report import explanation, placements_text, seconds, text, to_json
@@ -38,6 +40,7 @@ class Plan(PlanData):
       schedules: of pipelines, by stack.
       compiled: the compiled program and its statistics; `compiled.compiler` names the compiler.
       notes: warnings and remarks.
+      costs: what the step spends its time on, largest first.
 
     Example:
       >>> import jax, optax, spmd
@@ -55,6 +58,43 @@ class Plan(PlanData):
     def fixes(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Fix[Plan], ...]":
         """Changes that would make the step fit, each one planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () if it fits."""
         return fixes_of(self, timeout=timeout, say=say)
+
+    def changes(
+        self,
+        *,
+        tokens: float | None = None,
+        rows: float | None = None,
+        steps: float | None = None,
+        price: float | None = None,
+        compiles: int = COMPILES,
+        timeout: float = 600.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> "Changes[Plan]":
+        """What known changes to the three largest costs would bring, each one planned separately; printed, a table.
+
+        Args:
+          tokens, rows, steps, price: as for `cost`; with them, the cost of a run of as many rows is shown for each change.
+          compiles: the most programs to compile.
+          timeout: seconds for each.
+          say: called with a line for each program.
+
+        Raises:
+          OptionError: as `cost`; compiles is less than 1.
+        """
+        return changes_of(self, tokens=tokens, rows=rows, steps=steps, price=price, compiles=compiles, timeout=timeout, say=say)
+
+    def cost(
+        self, *, tokens: float | None = None, rows: float | None = None, steps: float | None = None, price: float | None = None
+    ) -> RunCost:
+        """Hours and device-hours of a run, and money if `price` is that of a device-hour; each with the range of the step's time.
+
+        Args:
+          tokens, rows, steps: one of them, how long the run is. Tokens of a row are those of the batch's arrays of integers [rows, tokens].
+
+        Raises:
+          OptionError: a number is not positive, not exactly one of the three is given, or the batch does not show its tokens.
+        """
+        return run_cost(self, tokens=tokens, rows=rows, steps=steps, price=price)
 
     def cures(self, **options: Any) -> "tuple[Fix[Plan], ...]":  # words: the old method
         """The old name of `fixes`."""
@@ -102,9 +142,9 @@ class Plan(PlanData):
         """Every array of the state and the devices that hold each shard of it, one line each, in the model's order."""
         return placements_text(self)
 
-    def to_json(self) -> str:
-        """All figures, for a script."""
-        return to_json(self)
+    def to_json(self, **more: Any) -> str:
+        """All figures, for a script; `more` are added under their names."""
+        return to_json(self, **more)
 
 
 def plan(

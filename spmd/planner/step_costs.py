@@ -56,7 +56,8 @@ def step_costs(timeline: Timeline, flops: FlopShares) -> tuple[StepCost, ...]:
     seconds["launches", "launch overhead", ""] = timeline.launches
     for wait in timeline.waits:
         transfer = wait.transfer
-        where = " between nodes" if transfer.group > transfer.per_node else ""
+        _, nodes, sites = transfer.counts
+        where = " between sites" if sites > 1 or transfer.leaving else " between nodes" if nodes > 1 else ""
         key = EXPOSED, f"exposed communication: {transfer.kind} of {transfer.purpose}{where}", transfer.purpose
         seconds[key] = seconds.get(key, 0.0) + wait.exposed
     hosts = timeline.exposed - sum(wait.exposed for wait in timeline.waits)

@@ -1,10 +1,13 @@
 """Changes that would make a plan fit, tried in order, each one planned before it is reported."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic
 
+import jax
+
 from spmd.errors import SpmdError
+from spmd.layout.remat import Remat
 from spmd.layout.schema import Default, OptimizerState
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import microbatches, remat_level, remats
@@ -52,17 +55,14 @@ def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] 
     """
     fixes: list[Fix[PlanT]] = []
     best = plan
-    for step in (_remat, _reduce_each, _microbatches, _shard_optimizer, _shard_parameters, _more_devices):
+    for step in (_remat, _reduce_each, _microbatches, shard_optimizer, shard_parameters, _more_devices):
         before = best
         for change, changes in step(before):
             if best.fits:
                 break
             say(f"planning with {change}")
-            variant = {"layout": before.layout, "mesh": before.mesh, "cluster": before.cluster} | changes
-            mesh, accumulate = abstract_mesh(variant["mesh"]), variant.get("accumulate")
-            changed = before.program.placed.with_layout(mesh, variant["layout"], accumulate=accumulate)
             try:
-                planned = build_plan(type(plan), changed, plan.program.sample, variant["cluster"], timeout=timeout)
+                planned = plan_with(before, changes, timeout=timeout)
             except SpmdError as error:
                 fixes.append(Fix(change, None, error.summary))
                 break  # more of the same would be rejected too
@@ -74,14 +74,36 @@ def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] 
     return tuple(fixes)
 
 
+def plan_with(plan: PlanT, changes: Mapping[str, Any], *, timeout: float = 600.0) -> PlanT:
+    """The plan of the same step with changes.
+
+    Args:
+      changes: some of `layout`, `mesh`, `cluster`, `accumulate`, `precision`, and `rows` of the batch.
+
+    Raises:
+      SpmdError: as `spmd.plan`.
+    """
+    variant = {"layout": plan.layout, "mesh": plan.mesh, "cluster": plan.cluster, "rows": plan.rows} | dict(changes)
+    options = {name: variant.get(name) for name in ("accumulate", "precision")}
+    placed = plan.program.placed.with_layout(abstract_mesh(variant["mesh"]), variant["layout"], **options)
+    sample = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((variant["rows"], *leaf.shape[1:]), leaf.dtype), plan.program.sample)
+    return build_plan(type(plan), placed, sample, variant["cluster"], timeout=timeout)
+
+
 _Changes = Iterator[tuple[str, dict[str, Any]]]  # as text, and the layout, mesh, cluster and number of microbatches that it changes
 
 
 def _remat(plan: PlanData) -> _Changes:
     for remat in remats(plan.program.placed):
         if remat_level(remat) > remat_level(plan.layout.remat):
-            where = f" modules = {list(remat.modules)}".replace("'", '"') if remat.modules else ""
-            yield f'[remat] save = "{remat.saves}"{where}', {"layout": dataclasses.replace(plan.layout, remat=remat)}
+            yield remat_text(remat), {"layout": dataclasses.replace(plan.layout, remat=remat)}
+
+
+def remat_text(remat: Remat) -> str:
+    """A `[remat]` in one line."""
+    where = f" modules = {list(remat.modules)}".replace("'", '"') if remat.modules else ""
+    saves = f'"{remat.saves}"' if isinstance(remat.saves, str) else str(list(remat.saves)).replace("'", '"')
+    return f"[remat] save = {saves}{where}"
 
 
 def _reduce_each(plan: PlanData) -> _Changes:
@@ -100,7 +122,8 @@ def _microbatches(plan: PlanData) -> _Changes:
         yield f"accumulate={count}", {"accumulate": count}
 
 
-def _shard_optimizer(plan: PlanData) -> _Changes:
+def shard_optimizer(plan: PlanData) -> _Changes:
+    """Optimizer state sharded over the workers, where parameters and state are replicated."""
     layout = plan.layout
     replicated = layout.default.params == "replicate" and layout.gradients.reduction in ("all_reduce", "compiler")
     if replicated and layout.data_axes() and layout.optimizer.shard is None:
@@ -109,7 +132,8 @@ def _shard_optimizer(plan: PlanData) -> _Changes:
         yield f'[optimizer] shard = "{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 
-def _shard_parameters(plan: PlanData) -> _Changes:
+def shard_parameters(plan: PlanData) -> _Changes:
+    """Parameters, and with them optimizer state, sharded over the workers, where they are replicated."""
     layout = plan.layout
     if layout.default.params == "replicate" and layout.data_axes() and layout.gradients.reduction != "parameter_server":
         axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")

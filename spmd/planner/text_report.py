@@ -88,6 +88,8 @@ def timeline_text(plan: PlanData) -> str:
 def costs_text(plan: PlanData) -> str:
     """The largest costs of a step, each with its seconds and its share."""
     lines = [f"{cost.what:<62}{seconds(cost.seconds):>10}{cost.share:>8.1%}" for cost in plan.costs[:SHOWN]]
+    if plan.period.steps > 1:  # the timeline's
+        lines.insert(0, f"of a step with everything that a period of {plan.period.steps} steps synchronizes:")
     return "\n".join([*lines, CHANGES]) if lines else ""
 
 

@@ -106,7 +106,7 @@ def test_report_has_its_sections():
     text = str(make_plan())
     assert text.startswith(REPORT)
     titles = [line for line in text.splitlines() if line.isupper() or line == "TIME OF A STEP (PREDICTED)"]
-    assert titles == ["MEMORY ON EACH DEVICE", "COMMUNICATION", "TIME OF A STEP (PREDICTED)"]
+    assert titles == ["MEMORY ON EACH DEVICE", "COMMUNICATION", "TIME OF A STEP (PREDICTED)", "LARGEST COSTS"]
     table = text.partition("COMMUNICATION\n")[2].partition("\n\n")[0].splitlines()
     assert table[0].split() == ["what", "collective", "over", "payload", "times", "sent/device", "where"]
     assert [line.split()[0] for line in table[2:]][:2] == ["gradients", "activations"]
