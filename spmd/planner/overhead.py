@@ -87,7 +87,7 @@ def _item(title: str, estimate: Estimate, count: int = 1, *, pool: bool = True) 
 def _collectives(module: Module) -> Iterator[tuple[Instruction, list[list[int]]]]:
     """Every collective of a program between several devices, with its groups."""
     for instr in (instr for lines in module.computations.values() for instr in lines):
-        if collective_kind(instr.op) and max(map(len, members := groups(instr, module.partitions))) > 1:
+        if collective_kind(instr.op) and max(map(len, members := groups(instr, module.partitions)), default=0) > 1:
             yield instr, members
 
 
