@@ -1,121 +1,224 @@
-"""Compare a plan's peak memory and step time with those measured on the present device.
+"""Calibrate a target on the devices that are here, and compare plans for it with the steps that run: four models under five layouts.
 
-    python benchmarks/plan_truth.py --target h100                  # every case; writes benchmarks/results/plan_truth.md
-    python benchmarks/plan_truth.py --target cpu --only lstm --write /tmp/truth.md
+    python benchmarks/plan_truth.py --devices 8                # simulated on the CPU; writes benchmarks/results/plan_truth.md
+    python benchmarks/plan_truth.py                            # on the GPUs that are here
+    python benchmarks/plan_truth.py --devices 8 --only mlp --rounds 5 --write /tmp/truth.md
 
-Each case is a separate process, because a device reports the peak of its process. The plan is made first, for one device of the target,
-then the same step runs. Its time is the median of 20 steps after 5 warm-up steps, with the device idle in between. Devices that do not
-report their peak (CPUs) leave that column empty. Targets: memory within 5 %, time within 25 %.
+Everything runs in one process, and in turns: in each round every program of the calibration runs, and every step, twice, of which the
+second time counts. Targets: within 25 % on simulated devices, 15 % on GPUs, where peaks of memory are compared, too (within 5 %, each case
+in a process of its own, because a device reports the peak of its process). A machine with other work to do has other figures from one
+second to the next; the first lines of the results say how much of its cores this process had.
 """
 
 import argparse
-import datetime
-import json
+import itertools
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import spmd
+from spmd.planner.calibration import Measurement, base_target, figure_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.digits_cnn import CNN
+from examples.gpt import GPT, named
+from examples.rnn_wavefront import DeepLSTM
 
 RESULTS = Path(__file__).parent / "results" / "plan_truth.md"
-SIZES = {"gpt124": (12, 768, 12), "gpt350": (24, 1024, 16)}  # layers, width, heads
-CASES = {
-    "gpt124": ("GPT of 124 million parameters, 1024 tokens, bfloat16, AdamW", (2, 4, 8, 16)),
-    "gpt350": ("GPT of 350 million parameters, 1024 tokens, bfloat16, AdamW", (2, 4, 8)),
-    "cnn": ("convolutions 64 and 128 of 3x3 on 32x32x3, dense 256 and 10, float32, AdamW", (128, 512, 2048)),
-    "lstm": ("LSTM of 1024 over 128 characters, float32, AdamW", (32, 128, 512)),
-}
+LAYOUTS = ("data_parallel", "fsdp", "data_parallel_bf16", "parameter_server")  # and for each model one that shards its layers
+WITHIN = {"cpu": 0.25, "gpu": 0.15}
 
 
-def case_of(name: str, rows: int) -> tuple:
-    """A model, shapes of a batch, a precision."""
-    import jax
-    from flax import nnx
+class MLP(nnx.Module):
+    """Dense layers of one width between 256 features and 10 classes."""
 
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from examples.char_lstm import CharLSTM
-    from examples.gpt import GPT
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        sizes, axes = (256, width, width, width, width, 10), (("embed", "mlp"), ("mlp", "embed"))
+        pairs = enumerate(itertools.pairwise(sizes))
+        self.layers = nnx.List(nnx.Linear(a, b, kernel_init=named(*axes[n % 2]), rngs=rngs) for n, (a, b) in pairs)
 
-    def gpt():
-        depth, width, heads = SIZES[name]
-        return GPT(vocab=50304, width=width, depth=depth, heads=heads, length=1024, rngs=nnx.Rngs(0))
-
-    def lstm():
-        return CharLSTM(width=256, hidden=1024, rngs=nnx.Rngs(0))
-
-    def cnn():
-        rngs = nnx.Rngs(0)
-        return nnx.Sequential(
-            *(nnx.Conv(3, 64, (3, 3), rngs=rngs), nnx.relu, nnx.Conv(64, 128, (3, 3), strides=2, rngs=rngs), nnx.relu),
-            *(lambda x: x.reshape(x.shape[0], -1), nnx.Linear(16 * 16 * 128, 256, rngs=rngs), nnx.relu, nnx.Linear(256, 10, rngs=rngs)),
-        )
-
-    if name == "cnn":
-        batch = {"image": jax.ShapeDtypeStruct((rows, 32, 32, 3), "float32"), "label": jax.ShapeDtypeStruct((rows,), "int32")}
-        return cnn, batch, "float32"
-    tokens = jax.ShapeDtypeStruct((rows, 128 if name == "lstm" else 1024), "int32")
-    return lstm if name == "lstm" else gpt, {"tokens": tokens, "targets": tokens}, "float32" if name == "lstm" else "bfloat16"
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers[:-1]:
+            x = nnx.relu(layer(x))
+        return self.layers[-1](x)
 
 
-def measure(name: str, rows: int, target: str) -> dict:
-    """Predicted and measured, of one case."""
-    import jax
-    import numpy as np
-    import optax
+def _labelled(name: str, rows: int, *shape: int) -> dict[str, Any]:
+    return {name: jax.ShapeDtypeStruct((rows, *shape), "float32"), "label": jax.ShapeDtypeStruct((rows,), "int32")}
 
-    import spmd
 
-    model, shapes, precision = case_of(name, rows)
-    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "precision": precision}
-    plan = spmd.plan(model, shapes, target=target, **options)
-    trainer = spmd.Trainer(model, mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]), **options)
-    batch = trainer.place(jax.tree.map(lambda leaf: np.full(leaf.shape, leaf.dtype == "float32", leaf.dtype), shapes))
-    state, times = trainer.init(), []
-    for _ in range(25):
-        begun = time.perf_counter()
-        state, metrics = trainer.step(state, batch)
-        metrics.wait()
-        times.append(time.perf_counter() - begun)
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    seconds, device = statistics.median(times[5:]), jax.devices()[0].device_kind
-    measured = {"seconds": seconds, "peak": peak, "device": device}
-    return measured | {"plan_seconds": plan.timeline.seconds, "plan_peak": plan.memory.peak, "compiler": plan.compiled.compiler}
+def _text(rows: int, length: int) -> dict[str, Any]:
+    tokens = jax.ShapeDtypeStruct((rows, length), "int32")
+    return {"tokens": tokens, "targets": tokens}
+
+
+def cases(large: bool) -> dict[str, tuple[str, Any, dict[str, Any], str]]:
+    """By name: a title, a function that makes the model, shapes of a batch, and the layout that shards the layers.
+
+    Args:
+      large: for GPUs.
+    """
+    k = 4 if large else 1
+    return {
+        "cnn": (
+            f"examples/digits_cnn.py with {32 * k} channels, {1024 * k} images",
+            lambda: CNN(channels=32 * k, width=128 * k, rngs=nnx.Rngs(0)),
+            _labelled("image", 1024 * k, 8, 8, 1),
+            "conv_data_dense_model",
+        ),
+        "mlp": (
+            f"4 layers of {1024 * k}, {1024 * k} rows",
+            lambda: MLP(1024 * k, nnx.Rngs(0)),
+            _labelled("x", 1024 * k, 256),
+            "tensor_parallel",
+        ),
+        "lstm": (
+            f"examples/rnn_wavefront.py, 4 layers of {128 * k}, {64 * k} rows of 64 characters",
+            lambda: DeepLSTM(width=128 * k, layers=4, rngs=nnx.Rngs(0)),
+            _text(64 * k, 64),
+            "pipeline",
+        ),
+        "gpt": (
+            f"examples/gpt.py, 4 blocks of {256 * k}, {64 * k} rows of {64 * k} tokens",
+            lambda: GPT(width=256 * k, depth=4, heads=8, length=64 * k, rngs=nnx.Rngs(0)),
+            _text(64 * k, 64 * k),
+            "tensor_parallel",
+        ),
+    }
+
+
+class Step:
+    """A case that trains, and its times so far."""
+
+    def __init__(self, model: Any, shapes: dict[str, Any], **options: Any) -> None:
+        self.model, self.shapes, self.times = model, shapes, list[float]()
+        self.options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), **options}
+        self.trainer = spmd.Trainer(model, **self.options)
+        self.batch = self.trainer.place(jax.tree.map(lambda leaf: np.full(leaf.shape, leaf.dtype == "float32", leaf.dtype), shapes))
+        self.state = self.trainer.init()
+
+    def plan(self, target: Any) -> spmd.Plan:
+        """The plan of the same step."""
+        return spmd.plan(self.model, self.shapes, target=target, **self.options)
+
+    def run(self) -> None:
+        """Two steps; the second one's time is kept."""
+        for timed in (False, True):
+            began = time.perf_counter()
+            self.state, metrics = self.trainer.step(self.state, self.batch)
+            metrics.wait()
+            self.times += [time.perf_counter() - began] if timed else []
+
+
+def peak_of(name: str, layout: str) -> int:
+    """Bytes of the fullest GPU in two steps of a case, in a process of its own; 0 if it fails."""
+    command = [sys.executable, __file__, "--peak", name, layout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    return 0 if done.returncode else int(done.stdout.split()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True, help="what is here, as `spmd targets` calls it")
-    parser.add_argument("--only", help="cases, by comma: " + ", ".join(CASES))
-    parser.add_argument("--case", nargs=2, metavar=("NAME", "ROWS"), help=argparse.SUPPRESS)
+    parser.add_argument("--devices", type=int, help="simulate this many on the CPU; default: the GPUs that are here")
+    parser.add_argument("--only", help="models, by comma: cnn, mlp, lstm, gpt")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--write", type=Path, default=RESULTS)
+    parser.add_argument("--peak", nargs=2, metavar=("MODEL", "LAYOUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(options.case[0], int(options.case[1]), options.target)))
+    large = not options.devices
+    models = {name: case for name, case in cases(large).items() if not options.only or name in options.only.split(",")}
+    if options.peak:
+        name, layout = options.peak
+        step_of(models[name], layout, large).run()
+        print(max(device.memory_stats()["peak_bytes_in_use"] for device in jax.local_devices()))
         return
-    lines, result = [], {}
-    for name in options.only.split(",") if options.only else CASES:
-        title, sizes = CASES[name]
-        header = "| rows | step | plan | plan / step | peak | plan | plan / peak |"
-        lines += [f"### {name}: {title}", "", header, "|---|---|---|---|---|---|---|"]
-        for rows in sizes:
-            command = [sys.executable, __file__, "--target", options.target, "--case", name, str(rows)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-            )
-            if done.returncode:
-                lines.append(f"| {rows} | failed: {done.stderr.strip().splitlines()[-1][:100]} | | | | | |")
-                continue
-            result = json.loads(done.stdout.splitlines()[-1])
-            seconds, planned, peak, planned_peak = (result[key] for key in ("seconds", "plan_seconds", "peak", "plan_peak"))
-            memory = f"{peak / 2**30:.3f} GiB | {planned_peak / 2**30:.3f} GiB | {planned_peak / peak:.3f}" if peak else " |  | "
-            lines.append(f"| {rows} | {1e3 * seconds:.2f} ms | {1e3 * planned:.2f} ms | {planned / seconds:.2f} | {memory} |")
-            print(lines[-1], flush=True)
-        lines.append("")
-    head = f"`{' '.join(['python', 'benchmarks/plan_truth.py', *sys.argv[1:]])}`, {datetime.date.today()}, {result.get('device')}, "
-    head += f"Python {platform.python_version()}; plans compiled by {result.get('compiler')}."
-    options.write.write_text("\n".join(["# Plans against the device", "", head, "", *lines]), encoding="utf-8")
+    names = [(name, layout) for name, case in models.items() for layout in (*LAYOUTS, case[3])]
+    peaks = {case: peak_of(*case) for case in names} if large else {}  # before this process takes the memory
+    if options.devices:
+        spmd.simulate_devices(options.devices)
+    measurement = Measurement(jax.devices(), base_target(jax.devices()), say=_say)
+    steps, lines = {}, []
+    for name, layout in names:
+        _say(f"compiling {name}, {layout}")
+        try:
+            steps[name, layout] = step_of(models[name], layout, large)
+        except spmd.SpmdError as error:  # such as a mesh with more devices than are here
+            lines.append(f"{name}, {layout} was not run: {error.summary}")
+    load = _in_turns(measurement, steps, options.rounds)
+    calibration = measurement.calibration()
+    table, ratios = _table(models, steps, calibration, peaks)
+    within = WITHIN["gpu" if large else "cpu"]
+    reached = sum(1 - within <= ratio <= 1 + within for ratio in ratios)
+    summary = f"Plan / step: {min(ratios):.2f} to {max(ratios):.2f}; {reached} of {len(ratios)} within {within:.0%}."
+    figures = ["", "### The calibration", "", "| figure | value | may be off by |", "|---|---|---|"]
+    figures += [f"| {' | '.join(row)} |" for row in figure_rows(calibration.target)]
+    command, versions = (
+        " ".join(["python benchmarks/plan_truth.py", *sys.argv[1:]]),
+        f"Python {platform.python_version()}, jax {jax.__version__}",
+    )
+    head = f"`{command}`, {date.today()}, {calibration.target.title}, {versions}, {options.rounds} rounds. {load}"
+    options.write.write_text(
+        "\n".join(["# Plans against the devices", "", head, "", summary, *lines, *table, *figures, ""]), encoding="utf-8"
+    )
+    print(summary, load, sep="\n")
+
+
+def step_of(case: tuple, layout: str, large: bool) -> Step:
+    """A case under a layout."""
+    _, model, shapes, _ = case
+    return Step(model, shapes, layout=layout, precision="bfloat16" if large else "float32")
+
+
+def _table(models: dict[str, tuple], steps: dict[tuple, Step], calibration: spmd.Calibration, peaks: dict[tuple, int]) -> tuple[list, list]:
+    """Lines of predicted and measured figures, and predicted / measured of each step's time."""
+    lines, ratios, shown = [], [], set()
+    for (name, layout), step in steps.items():
+        plan = step.plan(calibration.cluster)
+        first, median, third = (1e3 * value for value in statistics.quantiles(step.times, n=4))
+        planned, (low, high) = 1e3 * plan.timeline.seconds, (1e3 * value for value in plan.timeline.range)
+        ratios.append(planned / median)
+        if name not in shown:
+            more = " peak | plan | plan / peak |" if peaks else ""
+            header = f"| layout | step | quartiles | plan | range | plan / step |{more}"
+            lines += ["", f"### {name}: {models[name][0]}", "", header, "|---|---|---|---|---|---|" + "---|---|---|" * bool(peaks)]
+            shown.add(name)
+        row = f"{median:.1f} ms | {first:.1f} to {third:.1f} | {planned:.1f} ms | {low:.1f} to {high:.1f} | {planned / median:.2f} |"
+        if peak := peaks.get((name, layout)):
+            row += f" {peak / 2**30:.3f} GiB | {plan.memory.peak / 2**30:.3f} GiB | {plan.memory.peak / peak:.3f} |"
+        lines.append(f"| {layout} | {row}")
+        print(f"{name:5} {lines[-1]}", flush=True)
+    return lines, ratios
+
+
+def _in_turns(measurement: Measurement, steps: dict[Any, Step], rounds: int) -> str:
+    """Run everything; returns how much of the cores this process had."""
+    for number in range(rounds + 1):
+        _say(f"round {number} of {rounds}")
+        measurement.run()
+        for step in steps.values():
+            step.run()
+        if number == 0:  # programs start slowly
+            for program in [*measurement.programs, *steps.values()]:
+                program.times.clear()
+            before, cpu, began = os.getloadavg()[0], time.process_time(), time.perf_counter()
+    share = (time.process_time() - cpu) / ((time.perf_counter() - began) * (os.cpu_count() or 1))
+    loads = f"load averages {before:.1f} before and {os.getloadavg()[0]:.1f} after"
+    return f"While programs ran, this process had {share:.0%} of the cores ({loads})."
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

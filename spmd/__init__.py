@@ -24,6 +24,7 @@ _NAMES = {
     "spmd.layout.schema": ("Attention", "Default", "Layout", "Memory", "OptimizerState", "Rule"),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
     "spmd.models.functional": ("FunctionalModel",),
+    "spmd.planner.calibration": ("Calibration", "calibrate"),
     "spmd.planner.comparison": ("compare",),
     "spmd.planner.layout_search": ("search",),
     "spmd.planner.planning": ("Plan", "plan"),
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     )
     from spmd.mesh import MeshSpec as MeshSpec, make_mesh as make_mesh, simulate_devices as simulate_devices
     from spmd.models.functional import FunctionalModel as FunctionalModel
+    from spmd.planner.calibration import Calibration as Calibration, calibrate as calibrate
     from spmd.planner.comparison import compare as compare
     from spmd.planner.layout_search import search as search
     from spmd.planner.link_speeds import utilization as utilization

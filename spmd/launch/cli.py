@@ -1,10 +1,11 @@
-"""The `spmd` command: list and check layouts, plan and search, launch processes, benchmark data.
+"""The `spmd` command: list and check layouts, plan and search, measure devices, launch processes, benchmark data.
 
     spmd layouts
     spmd layouts show fsdp
     spmd layouts check my.toml --model models:gpt --mesh data=64,model=8
     spmd plan train.py --target 8x8xh100 --layout fsdp
     spmd targets
+    spmd calibrate --devices 8 --out mine.toml
     spmd launch --processes 2 --simulate 4 train.py
     spmd data bench "train-*.csv" --batch-size 128 --step-ms 20
 
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
-from spmd.launch import data_command, launch_command, plan_command
+from spmd.launch import calibrate_command, data_command, launch_command, plan_command
 from spmd.layout.toml_reader import load, load_registered, shipped
 
 
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; required for a linen module")
     check.set_defaults(run=_check)
     plan_command.add_to(top)
+    calibrate_command.add_to(top)
     launch_command.add_to(top)
     data_command.add_to(top)
     return parser

@@ -111,8 +111,8 @@ def _plan(options: argparse.Namespace) -> str:
     check_run(**length, optional=True)
     if any(length.values()) and others not in ([], ["json"]):
         raise OptionError(f"the cost of a run is printed after the report, which --{others[0]} replaces.", fix="one of the two.")
-    result = plan(**_step_arguments(options), timeout=options.timeout, say=_show)
-    _show("")
+    result = plan(**_step_arguments(options), timeout=options.timeout, say=show_progress)
+    show_progress("")
     if options.save:
         result.save(options.save)
     if options.explain:
@@ -124,11 +124,15 @@ def _plan(options: argparse.Namespace) -> str:
         return result.to_json(**({"cost": cost.figures} if cost else {}))
     lines = [str(result), *(["", "COST OF A RUN", str(cost)] if cost else [])]
     if options.fixes and not result.fits:
-        lines += ["", "FIXES, each planned with those before it that help", *map(str, result.fixes(timeout=options.timeout, say=_show))]
-        _show("")
+        lines += [
+            "",
+            "FIXES, each planned with those before it that help",
+            *map(str, result.fixes(timeout=options.timeout, say=show_progress)),
+        ]
+        show_progress("")
     if options.changes:
-        lines += ["", "CHANGES", str(result.changes(**length, timeout=options.timeout, say=_show))]
-        _show("")
+        lines += ["", "CHANGES", str(result.changes(**length, timeout=options.timeout, say=show_progress))]
+        show_progress("")
     return "\n".join(lines)
 
 
@@ -144,8 +148,8 @@ def _search(options: argparse.Namespace) -> str:
     searched = ("layout", "mesh", "accumulate")
     step = {name: value for name, value in _step_arguments(options).items() if name not in searched}
     chosen = {"compiles": options.compiles, "max_seconds": options.max_seconds, "compiler_options": options.compiler_options}
-    result = search(**step, candidates=candidates, **chosen, timeout=options.timeout, say=_show)
-    _show("")
+    result = search(**step, candidates=candidates, **chosen, timeout=options.timeout, say=show_progress)
+    show_progress("")
     if options.save and not result.plans:
         raise OptionError(f"{result}\n\nNothing was written to {options.save}.")
     if options.save:
@@ -229,7 +233,7 @@ def captured_fit_arguments(script: str, arguments: list[str]) -> dict[str, Any]:
     return captured
 
 
-def _show(line: str) -> None:
+def show_progress(line: str) -> None:
     """Show progress in one line of a terminal; "" clears it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line[:120]}", end="", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ WAVE = 1e-6  # seconds to fill the cores' pipelines and to write a tile's result
 # A tile of a x b elements does a b / (a + b) operations for each element that it loads. At this number, loads take as long as operations.
 BALANCED = 16.0
 EXPONENTIALS = 16  # for each core and clock (CUDA C++ Programming Guide, arithmetic instructions, compute capability 8.0 and 9.0)
+KEPT = 32 * 2**20  # bytes: glibc returns a larger block to the system, so the next step gets new pages (mallopt(3), M_MMAP_THRESHOLD)
 DIAGONAL = 128  # queries and keys of a block of attention; those on the diagonal are computed completely
 
 
@@ -98,3 +99,8 @@ def _relative(tile: tuple[int, int]) -> float:
 def memory_time(size: float, target: Target) -> float:
     """Seconds to move bytes between a device's cores and its memory, without a launch."""
     return size / (target.memory_bandwidth * target.achieved.memory)
+
+
+def first_touch_time(temporaries: float, target: Target) -> float:
+    """Seconds in which the operating system clears the memory of a step's temporaries; 0 where steps keep it."""
+    return temporaries / target.first_touch if target.first_touch and temporaries > KEPT else 0.0

@@ -153,6 +153,9 @@ def build_plan(
     notes += _period_notes(server, period, module)
     if widened_dtype(placed, compiled):
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
+    if cluster.target.simulated not in (0, cluster.count):
+        which = f"those of {cluster.target.simulated} devices that share this machine's cores"
+        notes.append(f"note: the figures are {which}, and {cluster.count} share them otherwise; spmd calibrate --devices {cluster.count}.")
     if unknown := uncounted(module):
         notes.append(f"note: the FLOPs of {', '.join(unknown[:3])} are not counted, only their memory traffic.")
     if loops := module.unbounded_loops:
@@ -164,7 +167,8 @@ def step_times(module: Module, placed: PlacedModel, compiled: Compiled, cluster:
     """The times of a step of a compiled program; see `PlanData.step_times`."""
     mesh, data_axes = MeshSpec.parse(placed.mesh), placed.resolved.data_axes
     widened = widened_dtype(placed, compiled)
-    return functools.partial(timeline_of, module, mesh, cluster, data_axes, model_flops=model_flops, widened=widened)
+    options = {"model_flops": model_flops, "widened": widened, "temporaries": compiled.sizes["temp"]}
+    return functools.partial(timeline_of, module, mesh, cluster, data_axes, **options)
 
 
 def widened_dtype(placed: PlacedModel, compiled: Compiled) -> str:

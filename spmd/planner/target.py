@@ -30,6 +30,7 @@ _TABLES = {
     "spread": (),
     "overhead": (),
 }
+_MORE_FIGURES = ("devices_per_node", "first_touch", "simulated")
 _OPTIONAL = {"achieved": _MORE_SHARES, "spread": ("matmul", "memory", "link", "launch", "convolution", "attention")}
 _OPTIONAL |= {"overhead": ("runtime", "communicator", "peer", "workspace", "convolution", "fragmentation", "temporaries")}
 
@@ -131,6 +132,8 @@ class Target:
       spread: how far off these shares may be.
       overhead: what a step uses of the memory beside what XLA plans; nothing if a target does not say.
       compiler: XLA:GPU's description of a GPU; for a TPU, libtpu's name and the number of dims of a slice.
+      first_touch: bytes per second at which a step first writes memory that it allocates, which a CPU's system clears; 0: free.
+      simulated: how many devices shared this machine's cores when the figures were measured; 0: each has its own.
       sources: the source of each figure.
     """
 
@@ -148,6 +151,8 @@ class Target:
     sites: Link = SITES
     devices_per_node: int = 8
     compiler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    first_touch: float = 0.0
+    simulated: int = 0
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -308,16 +313,15 @@ def load(name: str) -> Target:
 def _problems(table: dict[str, Any]) -> list[Problem]:
     """Missing and unknown keys and wrong values in a target's file."""
     fields = {field.name: field for field in dataclasses.fields(Target) if field.name != "name"}
-    optional = {"devices_per_node", "sites", "sources", "spread", "overhead"} | (
-        {"compiler"} if table.get("platform") not in ("cuda", "tpu") else set()
-    )
+    optional = {*_MORE_FIGURES, "sites", "sources", "spread", "overhead"}
+    optional |= {"compiler"} if table.get("platform") not in ("cuda", "tpu") else set()
     needed = [name for name in fields if name not in optional]
     problems = [Problem(name, ["it is missing."]) for name in needed if name not in table]
     problems += [Problem(name, ["unknown key."], did_you_mean(name, fields)) for name in table if name not in fields]
     if table.get("platform", PLATFORMS[0]) not in PLATFORMS:
         fix = did_you_mean(str(table["platform"]), PLATFORMS)
         problems.append(Problem("platform", [f"{table['platform']!r} is not a platform."], fix))
-    problems += _not_positive({name: table[name] for name in ("memory", "memory_bandwidth", "devices_per_node") if name in table})
+    problems += _not_positive({name: table[name] for name in ("memory", "memory_bandwidth", *_MORE_FIGURES) if name in table})
     slices = table.get("platform") == "tpu"
     for name, wanted in (_TABLES | ({"compiler": ("name", "dims")} if slices else {})).items():
         part = table.get(name)

@@ -17,7 +17,7 @@ from typing import Any
 from spmd.mesh import MeshSpec
 from spmd.planner.cost import FREE, Cost, cost_of, host_bytes
 from spmd.planner.hlo import Array, Instruction, Module, captured, collective_kind
-from spmd.planner.kernel_time import memory_time, product_time
+from spmd.planner.kernel_time import first_touch_time, memory_time, product_time
 from spmd.planner.target import Cluster, Target
 from spmd.planner.traffic import Partitioned, Transfer
 
@@ -170,6 +170,7 @@ def timeline_of(
     model_flops: float = math.inf,
     widened: str = "",
     due: Collection[str] | None = None,
+    temporaries: float = 0.0,
 ) -> Timeline:
     """Simulate a program's schedule.
 
@@ -177,8 +178,11 @@ def timeline_of(
       model_flops: of the model on one device; at most what the program executes, which leaves out gradients that nothing needs.
       widened: the target's dtype of products that another compiler has widened to float32.
       due: the synchronizations of this step, as `sync_turn` names them; None: all that the program has.
+      temporaries: bytes that the step allocates; the time to clear them is part of `memory`.
     """
     clock = _Schedule(module, mesh, cluster, data_axes, widened, due).run(module.entry)
+    cleared = first_touch_time(temporaries, cluster.target)
+    clock.compute, clock.memory = clock.compute + cleared, clock.memory + cleared
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
     hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
     computing = clock.products, clock.memory, clock.launches

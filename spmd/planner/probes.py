@@ -1,0 +1,184 @@
+"""Small programs whose times show a machine's figures: products, bytes of memory, collectives, and operations that are only launched.
+
+Each is what a training step does: layers forward and backward, updates of an optimizer, loops. All devices run it at once, like a step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.wire import collectives
+
+AXIS = "device"
+Shapes = tuple[tuple[tuple[int, ...], str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A program, and the figure of a target that its time shows.
+
+    Attributes:
+      name: what it computes.
+      figure: a key of a target's file, such as "achieved.matmul".
+      function: of arrays of one device; returns a tuple of arrays.
+      shapes: shapes and dtypes of its arguments on one device.
+      donated: how many of the arguments its results replace.
+    """
+
+    name: str
+    figure: str
+    function: Callable[..., tuple[jax.Array, ...]]
+    shapes: Shapes
+    donated: int = 0
+
+
+# Sizes are chosen so that a program takes some 10 ms: rows and width of layers, MiB of one array, side and channels of images.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large the programs are on a kind of device; `dtypes`: of products, first the one that most programs multiply."""
+
+    dtypes: tuple[str, ...]
+    layers: tuple[tuple[int, int], ...]
+    arrays: tuple[int, ...]
+    images: tuple[int, int, int]
+    messages: tuple[int, int]
+
+
+CPU = Sizes(("float32", "bfloat16"), ((128, 512), (512, 256), (128, 1024)), (1, 4), (64, 8, 16), (2**14, 2**22))
+ACCELERATOR = Sizes(("bfloat16", "float32"), ((4096, 2048), (8192, 4096), (8192, 8192)), (64, 256), (128, 32, 128), (2**16, 2**27))
+ATTENTION = (4, 2048, 16, 128)  # rows, tokens, heads, width
+SAVED = 12  # arrays of 4 MiB that blocks save for their gradients: more than is kept between steps (`kernel_time.KEPT`)
+
+
+def probes_of(platform: str, devices: int) -> tuple[Probe, ...]:
+    """The programs for a kind of device; the first computes nothing, and its time is that of starting a program.
+
+    >>> [probe.figure for probe in probes_of("cpu", 1)][:3]
+    ['', 'achieved.launch', 'achieved.launch']
+    """
+    sizes = CPU if platform == "cpu" else ACCELERATOR
+    main = sizes.dtypes[0]
+    probes = [Probe("nothing", "", _nothing, (((8,), "float32"),))]
+    steps, layers = (((256, 8, 64), main), ((64, 128), main)), (((8, 64), main), *((((64, 64), main),) * 32))
+    probes.append(Probe("256 steps of a recurrent layer of 64, with gradients", "achieved.launch", _recurrent, steps))
+    probes.append(Probe("32 dense layers of 64, with gradients", "achieved.launch", _small_layers, layers))
+    for dtype in sizes.dtypes:
+        for rows, width in sizes.layers if dtype == main else sizes.layers[1:2]:
+            shapes = (((rows, width), dtype), ((width, width), dtype), ((width, width), dtype))
+            figure = "achieved.matmul" if dtype == main else f"flops.{dtype}"
+            probes.append(Probe(f"two dense layers, {dtype}[{rows}, {width}], with gradients", figure, _dense, shapes))
+    rows, side, channels = sizes.images
+    images = ((rows, side, side, channels), main), ((3, 3, channels, channels), main), ((3, 3, channels, 2 * channels), main)
+    layers = f"two convolutions 3x3, {main}[{rows}, {side}, {side}, {channels}], with gradients"
+    probes.append(Probe(layers, "achieved.convolution", _convolutions, images))
+    for size in sizes.arrays:
+        arrays = (((size * 2**18,), "float32"),) * 4
+        probes.append(Probe(f"an update by Adam, arrays of {size} MiB", "achieved.memory", _adam, arrays, donated=3))
+    if platform == "cpu":  # XLA:GPU fuses them into one kernel
+        normed = (((sizes.arrays[0] * 2**10, 256), main),)
+        name = f"8 normalizations, arrays of {sizes.arrays[0]} MiB"
+        probes.append(Probe(name, "achieved.memory", functools.partial(_normalize, 8), normed))
+        kept = (((1024, 16), main), ((16, 1024), main), ((1024, 16), main))
+        probes.append(Probe(f"{SAVED} dense blocks, each saves 4 MiB", "first_touch", functools.partial(_blocks, SAVED), kept))
+    if platform == "gpu":
+        heads = ((ATTENTION, main),) * 3
+        probes.append(Probe(f"causal attention by cuDNN, {main}{list(ATTENTION)}", "achieved.attention", _attention, heads))
+        probes.append(Probe("the same with gradients", "achieved.attention_backward", _attention_gradients, heads))
+    for figure, size in zip(("inside.latency", "achieved.link"), sizes.messages, strict=True) if devices > 1 else ():
+        array = (((devices, size // 4 // devices), "float32"),)
+        probes.append(Probe(f"4 all-reduces of {size >> 10} KiB", figure, _all_reduces, array))
+        probes.append(Probe(f"4 reduce-scatters and all-gathers of {size >> 10} KiB", figure, _scatters, array))
+    return tuple(probes)
+
+
+def _nothing(x: jax.Array) -> tuple[jax.Array]:
+    return (x + 1,)
+
+
+def _recurrent(x: jax.Array, weights: jax.Array) -> tuple[jax.Array]:
+    def loss(weights: jax.Array) -> jax.Array:
+        def step(carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            forget, update = jnp.split(carry @ weights, 2, axis=-1)
+            carry = jax.nn.sigmoid(forget) * carry + jnp.tanh(update + inputs)
+            return carry, carry
+
+        return jnp.square(lax.scan(step, x[0], x)[1].astype("float32")).sum()
+
+    return (jax.grad(loss)(weights),)
+
+
+def _small_layers(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    def loss(weights: tuple[jax.Array, ...]) -> jax.Array:
+        y = x
+        for each in weights:
+            y = y + jnp.tanh(y @ each)
+        return jnp.square(y.astype("float32")).sum()
+
+    return jax.grad(loss)(weights)
+
+
+def _dense(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def loss(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return jnp.square((jax.nn.relu(x @ first) @ second).astype("float32")).sum()
+
+    return jax.grad(loss, (0, 1, 2))(*arrays)
+
+
+def _convolutions(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return jnp.square(convolve(jax.nn.relu(convolve(x, first)), second).astype("float32")).sum()
+
+    return jax.grad(loss, (0, 1, 2))(*arrays)
+
+
+def _adam(mean: jax.Array, square: jax.Array, params: jax.Array, grads: jax.Array) -> tuple[jax.Array, ...]:
+    mean, square = 0.9 * mean + 0.1 * grads, 0.99 * square + 0.01 * grads * grads
+    return mean, square, params - 1e-3 * mean / (jnp.sqrt(jnp.abs(square)) + 1e-8)
+
+
+def _normalize(count: int, x: jax.Array) -> tuple[jax.Array]:
+    for _ in range(count):
+        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    return (x,)
+
+
+def _blocks(count: int, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    def loss(weights: tuple[jax.Array, ...]) -> jax.Array:
+        up, down = weights
+        y = x
+        for _ in range(count):
+            y = y + jnp.tanh(y @ up) @ down
+        return jnp.square(y).sum()
+
+    return jax.grad(loss)(weights)
+
+
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array]:
+    return (jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"),)
+
+
+def _attention_gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def loss(*arrays: jax.Array) -> jax.Array:
+        return jnp.square(_attention(*arrays)[0].astype("float32")).sum()
+
+    return jax.grad(loss, (0, 1, 2))(*arrays)
+
+
+def _all_reduces(x: jax.Array) -> tuple[jax.Array]:
+    for _ in range(4):
+        x = collectives.all_reduce(x, (AXIS,)) / len(x)
+    return (x,)
+
+
+def _scatters(x: jax.Array) -> tuple[jax.Array]:
+    count = len(x)
+    for _ in range(4):
+        x = collectives.all_gather(collectives.reduce_scatter(x, (AXIS,), 0) / count, (AXIS,), 0)
+    return (x,)
