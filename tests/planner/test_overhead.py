@@ -60,8 +60,8 @@ def test_communicators_are_the_groups_of_a_device():
     assert communicators(swap) == {frozenset(range(4)), frozenset((0, 4, 8, 12)), frozenset(range(8))}
     assert direct_peers(shift, cluster) == 2, "that of the middle; 7 and 8 are on two nodes"
     assert direct_peers(swap, cluster) == 7
-    nobody = parse(PROGRAM.replace("MORE", SHIFT[: SHIFT.index("{{")] + "{}"))
-    assert communicators(nobody) == {frozenset(range(4)), frozenset((0, 4, 8, 12))}, "a permutation without pairs sends nothing"
+    pairless = parse(PROGRAM.replace("MORE", SHIFT[: SHIFT.index("{{")] + "{}"))
+    assert communicators(pairless) == {frozenset(range(4)), frozenset((0, 4, 8, 12))}, "a permutation without pairs sends nothing"
     items = {item.title: item for item in overhead_items(swap, cluster, batch=100)}
     overhead = cluster.target.overhead
     assert items["NCCL, 3 groups of devices"].expected == 3 * overhead.communicator.expected
