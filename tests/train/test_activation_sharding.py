@@ -252,7 +252,7 @@ def test_what_a_module_returns_is_where_the_rule_says(kind, remat):
     program = trainer.prepare(batch)[0]
     state, placed = trainer.init(batch), trainer.place(batch)
     arguments = (state, placed.leaves, placed.weights, {})
-    text = str(jax.make_jaxpr(program._function(("step", 16, True)))(*arguments))
+    text = str(program._function(("step", 16, True)).trace(*arguments).jaxpr)
     assert "sharding_constraint" in text and ("remat" in text) == remat
     step = program._function(("step", 16, True)).lower(*arguments).as_text()
     assert re.search(r'sharding_constraint.*\{\}, \{"model"\}', step), "in the manual step the data axes are taken out"

@@ -65,7 +65,7 @@ def arms_differ(trainer, state, layout, mesh, step):
     assert bool(moments) == (layout != "data_parallel" and (layout != "tensor_parallel" or model_axis > 1))
     program = trainer.prepare(None)[0]
     batch = trainer.place(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), program.sample))
-    jaxpr = str(jax.make_jaxpr(program.step)(state, batch.leaves, batch.weights, {}))
+    jaxpr = str(program._function(("step", batch.weights.shape[0], True)).trace(state, batch.leaves, batch.weights, {}).jaxpr)
     assert ("shard_map" in jaxpr) == (step == "manual")
     if step == "manual":
         scattered = "reduce_scatter" in jaxpr
