@@ -22,6 +22,7 @@ import jax
 import jax._src.compiler
 import jax._src.lru_cache
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
 
@@ -143,6 +144,16 @@ def pytest_unconfigure(config):
     """The process that began the run removes the run's own cache."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["SPMD_TEST_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def without_compilation_cache():
+    """Programs for a GPU that is not there can be kept, but not loaded."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,7 @@ class Progress:
         self._draw(step, [f"epoch {epoch + 1}", *numbers, f"{self._rate:,.0f} samples/s", *_memory(), *curve])
 
     def _draw(self, step: int, parts: Sequence[str]) -> None:
+        """Each kind of progress draws its own way."""
         raise NotImplementedError
 
     def say(self, text: str) -> None:

@@ -8,25 +8,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
-)
-
-
-@pytest.fixture(autouse=True)
-def without_compilation_cache():
-    """Programs for a GPU that is not there can be kept, but not loaded."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
+pytestmark = [
+    pytest.mark.usefixtures("without_compilation_cache"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None,
+        reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
+    ),
+]
 
 
 class Deep(nnx.Module):

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 import spmd
@@ -23,7 +22,7 @@ from spmd.launch.cli import main
 from spmd.mesh import MeshSpec
 from spmd.planner import calibration
 from spmd.planner.calibration import Measurement, base_target, compile_probe, predictor, target_path
-from spmd.planner.fit_figures import Observation, figure_of, fit, spread_of, with_figure
+from spmd.planner.fit_figures import EXACT, Observation, figure_of, fit, spread_of, with_figure
 from spmd.planner.hlo import parse
 from spmd.planner.kernel_time import KEPT, first_touch_time
 from spmd.planner.probes import AXIS, probes_of
@@ -32,6 +31,9 @@ from spmd.planner.target_file import target_text
 from spmd.planner.timeline import timeline_of
 
 CPU, H100 = load("cpu"), load("h100")
+# The fit takes the figures in turns, and stops after some turns: a program that shows one figure depends a little on others.
+TURNS = 0.01
+DIGITS = 5e-4  # a file has four digits of a figure
 
 
 def observed(probes, predict, hidden, **noise):
@@ -75,7 +77,7 @@ def test_fit_recovers_figures_of_programs():
     assert unknown == ()
     for figure in figures:
         assert figure_of(CPU, figure) != figure_of(hidden, figure)
-        np.testing.assert_allclose(figure_of(fitted, figure), figure_of(hidden, figure), rtol=0.01)
+        np.testing.assert_allclose(figure_of(fitted, figure), figure_of(hidden, figure), rtol=TURNS)
     spread = spread_of(fitted, observed(probes, predict, hidden, noise=0.07))
     assert spread == dataclasses.replace(CPU.spread, **dict.fromkeys(("launch", "matmul", "memory", "link"), 0.07))
 
@@ -83,9 +85,9 @@ def test_fit_recovers_figures_of_programs():
 def test_fit_takes_the_mean_of_programs_and_their_errors_as_spread():
     slow = [Observation("memory_bandwidth", closed_form, 2 * factor * closed_form(CPU)) for factor in (0.9, 1 / 0.9)]
     fitted, _ = fit(CPU, slow)
-    np.testing.assert_allclose(closed_form(fitted), 2 * closed_form(CPU), rtol=1e-3)
+    assert abs(math.log(closed_form(fitted) / (2 * closed_form(CPU)))) < EXACT
     slow = [dataclasses.replace(one, figure="achieved.memory") for one in slow]
-    np.testing.assert_allclose(spread_of(fitted, slow).memory, math.log(1 / 0.9), rtol=0.01)
+    assert spread_of(fitted, slow).memory == round(math.log(1 / 0.9), 3)
 
 
 def test_fit_keeps_shares_below_their_limit():
@@ -119,17 +121,17 @@ def test_target_text_is_read_as_the_same_target(tmp_path, name):
     written = load(str(tmp_path / f"{name}.toml"))
     assert target_text(written) == target_text(target)
     assert dataclasses.replace(written, memory_bandwidth=0, flops={}) == dataclasses.replace(target, memory_bandwidth=0, flops={})
-    np.testing.assert_allclose([*written.flops.values()], [*target.flops.values()], rtol=1e-3)
+    np.testing.assert_allclose([*written.flops.values()], [*target.flops.values()], rtol=DIGITS)
 
 
 def test_calibration_is_written_as_a_target(tmp_path):
     path = measured().save(tmp_path / "new" / "mine.toml")
     target = Cluster.parse(f"2x{path}").target
     assert (target.platform, target.simulated, target.devices_per_node) == ("cpu", 2, 2)
-    np.testing.assert_allclose(target.rate("float32") * target.achieved.matmul, 0.3 * CPU.rate("float32"), rtol=0.01)
-    np.testing.assert_allclose(target.rate("float32") * target.achieved.convolution, 0.2 * CPU.rate("float32"), rtol=0.01)
-    np.testing.assert_allclose(target.memory_bandwidth, 0.5 * CPU.memory_bandwidth, rtol=0.01)
-    np.testing.assert_allclose(target.inside.bandwidth, 0.25 * CPU.inside.bandwidth, rtol=0.01)
+    np.testing.assert_allclose(target.rate("float32") * target.achieved.matmul, 0.3 * CPU.rate("float32"), rtol=TURNS)
+    np.testing.assert_allclose(target.rate("float32") * target.achieved.convolution, 0.2 * CPU.rate("float32"), rtol=TURNS)
+    np.testing.assert_allclose(target.memory_bandwidth, 0.5 * CPU.memory_bandwidth, rtol=TURNS)
+    np.testing.assert_allclose(target.inside.bandwidth, 0.25 * CPU.inside.bandwidth, rtol=TURNS)
     assert (target.achieved.memory, target.achieved.link) == (1.0, 1.0), "on a CPU the figures themselves are measured"
     table = tomllib.loads(path.read_text())
     assert table["sources"].keys() >= {"memory", "flops", "inside", "between", "achieved", "spread", "first_touch"}
@@ -240,16 +242,6 @@ def test_plans_for_another_number_of_devices_say_so(tmp_path):
         assert any("spmd calibrate --devices 1" in note for note in plan.notes) == (count == 1)
 
 
-@pytest.fixture
-def without_compilation_cache():
-    """Programs for a GPU that is not there can be kept, but not loaded."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
 @pytest.mark.system
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="pip install '.[gpu-compiler]'")
 def test_programs_for_gpus_compile_and_show_their_figures(without_compilation_cache):
@@ -268,7 +260,7 @@ def test_programs_for_gpus_compile_and_show_their_figures(without_compilation_ca
     fitted, unknown = fit(H100, observed(probes.values(), predict, hidden))
     assert unknown == ()
     for figure in probes:
-        np.testing.assert_allclose(figure_of(fitted, figure), figure_of(hidden, figure), rtol=0.01)
+        np.testing.assert_allclose(figure_of(fitted, figure), figure_of(hidden, figure), rtol=TURNS)
 
 
 @pytest.mark.system
