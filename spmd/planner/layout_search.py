@@ -132,7 +132,7 @@ def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float) -
 
 
 def _fastest_first(plans: Mapping[Candidate, Plan]) -> list[tuple[Candidate, Plan]]:
-    return sorted(plans.items(), key=lambda item: (item[1].timeline.seconds, item[1].timeline.exposed, item[1].memory.peak))
+    return sorted(plans.items(), key=lambda item: (item[1].period.seconds, -item[1].period.utilization, item[1].memory.peak))
 
 
 def _larger(run: "SearchRun") -> Plan | None:
@@ -260,7 +260,7 @@ class SearchRun:
         if math.isinf(distance):
             return bounds.seconds
         other, plan = plans[nearest]
-        return plan.timeline.seconds + max(candidate.accumulate / other.accumulate - 1, 0.0) * plan.timeline.launches
+        return plan.period.seconds + max(candidate.accumulate / other.accumulate - 1, 0.0) * plan.timeline.launches
 
     def _bounds_of(self, candidate: Candidate) -> LowerBounds | Reason:
         """The lower bounds of a candidate's placement, or why there are none."""
@@ -326,8 +326,8 @@ class SearchRun:
             return bounds
         if bounds.state > capacity:
             return Reason(f"state alone is {format_bytes(bounds.state)} of {format_bytes(capacity)}", "memory")
-        if best is not None and bounds.seconds >= best.timeline.seconds:
-            return Reason(f"at least {seconds(bounds.seconds)} ({bounds.why}); the best needs {seconds(best.timeline.seconds)}")
+        if best is not None and bounds.seconds >= best.period.seconds:
+            return Reason(f"at least {seconds(bounds.seconds)} ({bounds.why}); the best needs {seconds(best.period.seconds)}")
         for other, plan in self.plans.items():
             if other.group != candidate.group:
                 continue
@@ -350,7 +350,7 @@ class SearchRun:
     def _compile(self, candidate: Candidate, limit: float) -> None:
         """Compile a candidate and enqueue those of its family that may be better; or record why it cannot be compiled."""
         of = "" if math.isinf(limit) else f" of {limit if self.best else 2 * limit}"
-        best = f"; the best so far takes {seconds(self.best.timeline.seconds)}" if self.best else ""
+        best = f"; the best so far takes {seconds(self.best.period.seconds)}" if self.best else ""
         self.say(f"compiling {self._compiled + 1}{of}: {candidate}{best}")
         try:
             plan = self._build(candidate)
@@ -358,7 +358,7 @@ class SearchRun:
             self._refuse(candidate, error)
             return
         self.plans[candidate], self.fits[candidate] = plan, plan.fits
-        if self.fits[candidate] and (self.best is None or plan.timeline.seconds < self.best.timeline.seconds):
+        if self.fits[candidate] and (self.best is None or plan.period.seconds < self.best.period.seconds):
             self.best = plan
         self._enqueue([*(self.space.lighter(candidate) if not self.fits[candidate] else ()), *self.space.groups(candidate.family)])
 

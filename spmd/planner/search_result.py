@@ -81,7 +81,7 @@ class Search:
 
     @property
     def _chart(self) -> str:
-        points = [(candidate.layout.name, str(candidate), plan.timeline.seconds, plan.memory.peak) for candidate, plan in self.plans]
+        points = [(candidate.layout.name, str(candidate), plan.period.seconds, plan.memory.peak) for candidate, plan in self.plans]
         return pareto_chart(points, self.cluster.target.memory, f"memory against time of {len(points)} plans for {self.cluster}")
 
     @property
@@ -119,7 +119,7 @@ class Search:
         arguments = f"batch_size={best.rows}"
         arguments += f", accumulate={config.accumulate}" if config.accumulate > 1 else ""
         arguments += f', precision="{config.precision}"' if config.precision != "float32" else ""
-        step = f"{seconds(best.timeline.seconds)} per step predicted, {best.memory.verdict}"
+        step = f"{seconds(best.period.seconds)} per step predicted, {best.memory.verdict}"
         return f"# Found by spmd.search for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n{layout.to_toml()}"
 
     def save(self, path: str | Path) -> Path:
@@ -146,14 +146,14 @@ class Search:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table: its header, then every plan, fastest first; the last column marks the Pareto front."""
-        fastest = self.plans[0][1].timeline.seconds if self.plans else 0.0
+        fastest = self.plans[0][1].period.seconds if self.plans else 0.0
         rows = [("", "candidate", "step", "", "peak", "waits", "sent/device", "")]
         front = {candidate for candidate, _ in self.front}
         for number, (candidate, plan) in enumerate(self.plans, 1):
-            step, share, waits = plan.timeline.seconds, plan.timeline.seconds / fastest, plan.timeline.exposed / plan.timeline.seconds
+            step, waits = plan.period.seconds, 1 - plan.period.utilization
             peak, sent = format_bytes(plan.memory.peak), format_bytes(plan.traffic.bytes())
             mark = "front" if candidate in front else ""
-            rows.append((str(number), str(candidate), seconds(step), f"{share:.2f}", peak, f"{waits:.0%}", sent, mark))
+            rows.append((str(number), str(candidate), seconds(step), f"{step / fastest:.2f}", peak, f"{waits:.0%}", sent, mark))
         return rows
 
     def reasons(self) -> list[str]:

@@ -26,6 +26,7 @@ from spmd.planner.lower_bounds import lower_bounds_of
 from spmd.planner.plan_data import build_plan
 from spmd.planner.planning import Plan
 from spmd.planner.target import Cluster
+from spmd.planner.text_report import seconds
 from spmd.planner.timeline import Timeline
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from tests.planner.test_planning import SMALL
@@ -340,6 +341,15 @@ def test_search_rejects_bad_input_before_compiling(options, message):
     with pytest.raises(SpmdError) as caught:
         spmd.search(MODEL, options.pop("batch"), say=lambda line: pytest.fail(line), **TRAINS, **options)
     assert message in str(caught.value)
+
+
+def test_layouts_are_ranked_by_steps_of_a_whole_period(device):
+    """The step in which DiLoCo synchronizes is slower than any of data_parallel's; its steps on average are faster."""
+    search = spmd.search(MODEL, BATCH, target=f"4x{device(10**9)}", candidates=["data_parallel", "diloco"], **TRAINS)
+    plans = {candidate.layout.name: plan for candidate, plan in reversed(search.plans)}
+    assert plans["diloco"].timeline.seconds > plans["data_parallel"].timeline.seconds > plans["diloco"].period.seconds
+    assert search.best.layout.name == "diloco"
+    assert search.rows()[1][2] == seconds(plans["diloco"].period.seconds)
 
 
 def test_a_mesh_that_is_ruled_out_does_not_rule_out_the_others(device):
