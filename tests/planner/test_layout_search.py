@@ -343,7 +343,7 @@ def test_search_rejects_bad_input_before_compiling(options, message):
     assert message in str(caught.value)
 
 
-def test_layouts_are_ranked_by_steps_of_a_whole_period(device):
+def test_layouts_are_ranked_by_the_average_step_of_a_period(device):
     """The step in which DiLoCo synchronizes is slower than any of data_parallel's; its steps on average are faster."""
     search = spmd.search(MODEL, BATCH, target=f"4x{device(10**9)}", candidates=["data_parallel", "diloco"], **TRAINS)
     plans = {candidate.layout.name: plan for candidate, plan in reversed(search.plans)}
