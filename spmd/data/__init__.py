@@ -13,6 +13,7 @@ from spmd.data.idx_files import mnist
 from spmd.data.image_files import images
 from spmd.data.parquet_files import parquet
 from spmd.data.records import Records
+from spmd.data.text_records import text
 from spmd.data.tfrecords import tfrecord
 
-__all__ = ["Records", "array_record", "buckets", "csv", "fixed", "images", "mnist", "padded", "parquet", "resident", "tfrecord"]
+__all__ = ["Records", "array_record", "buckets", "csv", "fixed", "images", "mnist", "padded", "parquet", "resident", "text", "tfrecord"]

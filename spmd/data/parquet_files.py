@@ -25,7 +25,7 @@ class ParquetFiles(FileFormat):
     def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
         types = import_extra("pyarrow.types", "parquet")
         self.paths, self.sizes = paths, [os.path.getsize(path) for path in paths]
-        files = [_opened(path) for path in paths]
+        files = [opened(path) for path in paths]
         self.counts = [file.metadata.num_rows for file in files]
         self._groups = [
             (path, group, file.metadata.row_group(group).num_rows)
@@ -77,7 +77,12 @@ class ParquetFiles(FileFormat):
                 bad |= {int(at[row]): f'column "{name}" has {reasons[int(problems[row])]}' for row in np.flatnonzero(problems)}
 
 
-def _opened(path: str) -> Any:
+def opened(path: str) -> Any:
+    """A Parquet file, open.
+
+    Raises:
+      DataError: it is none.
+    """
     arrow = import_extra("pyarrow.parquet", "parquet")
     try:
         return arrow.ParquetFile(path, page_checksum_verification=True)
@@ -89,7 +94,7 @@ def _read_row_group(
     path: str, group: int, rows: int, *, fields: Mapping[str, Field], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """By column, the values [rows, ...] of a row group, and int[rows]: what is wrong with each, 0 if nothing is."""
-    with _opened(path) as file:
+    with opened(path) as file:
         table = file.read_row_group(group, columns=list(fields))
     if len(table) != rows:
         raise DataError(f"{path} has changed since it was opened.", fix="files that do not change.")

@@ -101,7 +101,8 @@ class RecordIndex:
             make_folder(as_path(cache, "index"), OptionError)
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
-        find = scan if cache is None else functools.partial(_cached, Path(cache), kind=kind, scan=scan, fills_file=fills_file)
+        keep = _fills if fills_file else None
+        find = functools.partial(cached_scan, cache=cache, kind=kind, scan=scan, keep=keep)
         with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
             ranges = list(pool.map(find, paths))
         self.counts = [len(starts) for starts, _ in ranges]
@@ -152,8 +153,24 @@ class RecordIndex:
         return piece
 
 
-def _cached(folder: Path, path: str, kind: str, scan: Scan, *, fills_file: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The result of a scan from the file of an earlier run; scans again if the data or that file has changed."""
+def _fills(path: str, starts: np.ndarray, ends: np.ndarray) -> bool:
+    """Whether records fill a file; one that they do not fill is scanned each time, to warn each time."""
+    return (int(ends[-1]) if len(ends) else 0) == os.path.getsize(path)
+
+
+def cached_scan(
+    path: str, cache: str | Path | None, kind: str, scan: Scan, keep: Callable[[str, np.ndarray, np.ndarray], bool] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The result of a scan, from the file of an earlier run in the folder `cache`; scans again if the data or that file has changed.
+
+    Args:
+      kind: what else the result depends on: format and options.
+      scan: returns two arrays int64[n] for a file.
+      keep: whether the result may be stored; None: always.
+    """
+    if cache is None:
+        return scan(path)
+    folder = Path(cache)
     stat, log = os.stat(path), logging.getLogger("spmd")
     facts = [kind, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, data_hash.of_files([path], [stat.st_size], SAMPLED)]
     index = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
@@ -166,7 +183,7 @@ def _cached(folder: Path, path: str, kind: str, scan: Scan, *, fills_file: bool)
     except checksummed_files.DamagedFileError as why:
         log.warning("the index of %s is damaged and is built again: %s (%s).", path, why, index)
     starts, ends = scan(path)
-    if fills_file and (int(ends[-1]) if len(ends) else 0) < stat.st_size:  # such a file is scanned each time, to warn each time
+    if keep is not None and not keep(path, starts, ends):
         return starts, ends
     try:
         checksummed_files.write(index, json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes())

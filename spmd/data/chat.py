@@ -1,0 +1,188 @@
+"""Conversations as text: by a format of `chat_formats.toml`, or by the tokenizer's own template; with the answers in it."""
+
+import dataclasses
+import functools
+import re
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from spmd.data.text_files import check_text
+from spmd.errors import DataError, did_you_mean, first_line, import_extra, join_names, type_name
+
+Message = dict[str, str]
+TEMPLATE = "template"  # the name that stands for the folder's template
+ROLES = ("system", "user", "assistant")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A document as text, and where in it answers begin and end."""
+
+    text: str
+    answers: Sequence[tuple[int, int]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFormat:
+    """A format of `chat_formats.toml`, which says what the fields are.
+
+    Example:
+      >>> formats()["chatml"].render([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
+      Rendered(text='<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n', answers=[(54, 65)])
+    """
+
+    start: str
+    user: str
+    assistant: tuple[str, str, str]
+    tokens: tuple[str, ...]
+    system: str | None = None
+    strip: bool = False
+    alternate: bool = False
+    join_system: str | None = None
+
+    def render(self, messages: list[Message]) -> Rendered:
+        """The text of a conversation.
+
+        Raises:
+          ValueError: it has a turn that the format has not.
+        """
+        text, answers = self.start, []
+        for role, content in self._turns(messages):
+            before, written, after = self.assistant if role == "assistant" else ({"system": self.system, "user": self.user}[role], "", "")
+            text += before.replace("{content}", content)
+            if written:
+                begin, text = len(text), text + written.replace("{content}", content)
+                answers.append((begin, len(text)))
+            text += after
+        return Rendered(text, answers)
+
+    def _turns(self, messages: list[Message]) -> list[tuple[str, str]]:
+        turns = []
+        for number, message in enumerate(messages, 1):
+            role, content = message["role"], message["content"]
+            if role not in ROLES:
+                raise ValueError(f'message {number} has the role "{role}"; known roles: {join_names(ROLES)}')
+            turns.append((role, content.strip() if self.strip else content))
+        if turns[0][0] == "system" and self.join_system is not None and len(turns) > 1:
+            (_, system), (role, content), *rest = turns
+            turns = [(role, f"{system}{self.join_system}{content}"), *rest]
+        if any(role == "system" for role, _ in turns) and self.system is None:
+            where = "other than before the first user's" if self.join_system is not None else "at all"
+            raise ValueError(f"the format has no system message {where}")
+        if self.alternate and any(role != ("user", "assistant")[at % 2] for at, (role, _) in enumerate(turns)):
+            raise ValueError(f"the format has user and assistant in turn, and the roles are {join_names(role for role, _ in turns)}")
+        return turns
+
+
+@functools.cache
+def formats() -> dict[str, ChatFormat]:
+    """The known formats by name."""
+    text = resources.files("spmd.data").joinpath("chat_formats.toml").read_text(encoding="utf-8")
+    tuples = ("assistant", "tokens")
+    return {
+        name: ChatFormat(**{key: tuple(value) if key in tuples else value for key, value in table.items()})
+        for name, table in tomllib.loads(text).items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """The template of a tokenizer's folder, rendered by jinja2 in its sandbox.
+
+    `strftime_now` is not defined, so that a text does not depend on the day; templates then take a date of their own.
+
+    Attributes:
+      source: the template.
+      names: what it may use, such as "bos_token".
+      answers: whether to look for answers, for which the template is rendered up to each of them.
+    """
+
+    source: str
+    names: dict[str, str]
+    answers: bool
+
+    def __post_init__(self):
+        self._template  # noqa: B018  compiled now, for its errors
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        jinja2 = import_extra("jinja2", "text")
+        sandbox, extensions = import_extra("jinja2.sandbox", "text"), import_extra("jinja2.ext", "text")
+
+        class Generation(extensions.Extension):  # transformers' block around an answer
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+        def refuse(why: str) -> None:
+            raise ValueError(why)
+
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[extensions.loopcontrols, Generation]
+        )
+        environment.globals["raise_exception"] = refuse
+        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateError as error:
+            fix = f"a template of jinja2, or chat= one of {join_names(formats())}."
+            raise DataError(f"the tokenizer's chat template cannot be read: {first_line(error)}.", fix=fix) from error
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_template"}
+
+    def render(self, messages: list[Message]) -> Rendered:
+        """The text of a conversation.
+
+        Raises:
+          ValueError: the template refuses it, or the text up to an answer is no beginning of the whole text.
+        """
+        text, answers = self._text(messages, False), []
+        for at, message in enumerate(messages):
+            if self.answers and message["role"] == "assistant":
+                begin, end = self._text(messages[:at], True), self._text(messages[: at + 1], False)
+                if not (text.startswith(end) and end.startswith(begin)):
+                    why = f"the template writes the conversation up to message {at + 1} otherwise than in the whole text"
+                    raise ValueError(f"{why}, so the answer cannot be found in it")
+                answers.append((len(begin), len(end)))
+        return Rendered(text, answers)
+
+    def _text(self, messages: list[Message], prompt: bool) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **self.names)
+        except Exception as error:  # a template is a program
+            raise ValueError(f"the chat template raises {first_line(error)}") from error
+
+
+def messages_of(value: Any, field: str, special: re.Pattern) -> list[Message]:
+    """A list of messages, each with a role and a content, without special tokens, which would end a turn where none ends.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'field "{field}" is {"an empty list" if value == [] else type_name(value)}, and should be a list of messages')
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            has = f"has {join_names(message, 5) or 'nothing'}" if isinstance(message, dict) else f"is {type_name(message)}"
+            raise ValueError(f'message {number} of "{field}" {has}, and should have "role" and "content"')
+        for key in ("role", "content"):
+            check_text(message[key], f'"{key}" of message {number}')
+            if (token := special.search(message[key])) is not None:
+                raise ValueError(f'"{key}" of message {number} holds "{token[0]}", which would be read as a special token')
+    return value
+
+
+def chat_format(name: str) -> ChatFormat:
+    """A known format.
+
+    Raises:
+      DataError: there is none of this name.
+    """
+    if name not in formats():
+        raise DataError(f'chat="{name}".', fix=did_you_mean(str(name), [*formats(), TEMPLATE]))
+    return formats()[name]

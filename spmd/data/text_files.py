@@ -1,0 +1,204 @@
+"""Documents of JSON lines and Parquet files, read by number; what cannot be read is said with its file, line and column."""
+
+import abc
+import functools
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd.data.parquet_files import opened
+from spmd.data.record_index import CHUNK, RecordIndex, check_uncompressed, find_files
+from spmd.errors import DataError, OptionError, did_you_mean, first_line, join_names, short_repr, type_name
+
+JSON_LINES, PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet",)
+NEWLINE = 10
+KEPT = 8  # row groups: text is larger than numbers
+
+
+class Documents(abc.ABC):
+    """Documents of files by number, each a dict of what was stored.
+
+    Attributes:
+      file_kind: the name of a file in messages.
+      paths: the files.
+      counts: documents of each file.
+      sizes: bytes of each file.
+    """
+
+    file_kind: str
+    paths: tuple[str, ...]
+    counts: Sequence[int]
+    sizes: Sequence[int]
+
+    @abc.abstractmethod
+    def read(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
+        """The documents int64[n], ascending; in place of one that cannot be read, why."""
+
+    @abc.abstractmethod
+    def where(self, number: int) -> str:
+        """The file of a document and its line or row."""
+
+
+class JsonLines(Documents):
+    """One JSON object a line."""
+
+    file_kind = "JSON lines file"
+
+    def __init__(self, paths: tuple[str, ...], index: str | Path | None):
+        for path in paths:
+            check_uncompressed(path)
+            _check_no_array(path)
+        self._lines = RecordIndex(paths, _scan, "jsonl 1", index)
+        self.paths, self.counts, self.sizes = self._lines.paths, self._lines.counts, self._lines.sizes
+
+    def read(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
+        """The parsed lines."""
+        raw, starts, ends = self._lines.read(numbers)
+        return [_parsed(raw[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def where(self, number: int) -> str:
+        """The file, and the line, from 1."""
+        path, _, start = self._lines.place(number)
+        line = 1
+        with open(path, "rb") as file:
+            while start and (data := file.read(min(CHUNK, start))):
+                line, start = line + data.count(b"\n"), start - len(data)
+        return f"{path}, line {line}"
+
+
+def _scan(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where lines begin and end, without blank ones; a byte order mark is no part of the first."""
+    breaks, at, last = [], 0, b""
+    with open(path, "rb") as file:
+        mark = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+        file.seek(0)
+        while data := file.read(CHUNK):
+            breaks.append(np.flatnonzero(np.frombuffer(data, np.uint8) == NEWLINE) + at)
+            at, last = at + len(data), data[-1:]
+    ends = np.concatenate([*breaks, [at] if last != b"\n" else []]).astype(np.int64)
+    starts = np.concatenate([[mark], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
+    few = np.flatnonzero(ends - starts <= 1)
+    with open(path, "rb") as file:
+        blank = [line for line in few.tolist() if ends[line] <= starts[line] or os.pread(file.fileno(), 1, int(starts[line])) in b" \t\r"]
+    return np.delete(starts, blank), np.delete(ends, blank)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | ValueError:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return ValueError(f"byte {error.start + 1} is not UTF-8")
+    except json.JSONDecodeError as error:
+        return ValueError(f"column {error.colno}: it is no JSON: {error.msg}")
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        return ValueError(f"it cannot be read as JSON: {first_line(error)}")
+    return value if isinstance(value, dict) else ValueError(f"it holds {type_name(value)}, not an object with named fields")
+
+
+def _check_no_array(path: str) -> None:
+    with open(path, "rb") as file:
+        begin = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if begin.startswith(b"["):
+        name = Path(path)
+        raise DataError(
+            f"{path} is a JSON array, and documents are read by line.",
+            fix=f"one object a line, as  jq -c '.[]' {name.name} > {name.stem}.jsonl  writes them.",
+        )
+
+
+class ParquetDocuments(Documents):
+    """Rows of Parquet files, of which only the fields are read; the latest row groups are kept."""
+
+    file_kind = "Parquet file"
+
+    def __init__(self, paths: tuple[str, ...], fields: Sequence[str]):
+        self.paths, self.sizes, self._fields = paths, [os.path.getsize(path) for path in paths], list(fields)
+        rows_of = [self._rows(path) for path in paths]
+        self.counts = [sum(rows) for rows in rows_of]
+        self._groups = [(path, group) for path, rows in zip(paths, rows_of, strict=True) for group in range(len(rows))]
+        self._first = np.cumsum([0, *itertools.chain.from_iterable(rows_of)])
+
+    def _rows(self, path: str) -> list[int]:
+        """Rows of each row group of a file that has all fields."""
+        with opened(path) as file:
+            names = file.schema_arrow.names
+            for field in self._fields:
+                if field not in names:
+                    raise OptionError(f'{path} has no column "{field}".', fix=f"{did_you_mean(field, names)}")
+            return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+    @functools.cached_property
+    def _row_group(self) -> Any:
+        return functools.lru_cache(KEPT)(self._read_row_group)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_row_group"}
+
+    def _read_row_group(self, path: str, group: int) -> Any:
+        with opened(path) as file:
+            return file.read_row_group(group, columns=self._fields)
+
+    def read(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
+        """Rows as dicts of Python values."""
+        groups = np.searchsorted(self._first, numbers, "right") - 1
+        documents: list[dict[str, Any] | ValueError] = []
+        for group in np.unique(groups).tolist():  # ascending, as the numbers are
+            rows = numbers[groups == group] - self._first[group]
+            try:
+                documents += self._row_group(*self._groups[group]).take(rows).to_pylist()
+            except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
+                documents += itertools.repeat(ValueError(f"its row group cannot be read: {first_line(error)}"), len(rows))
+        return documents
+
+    def where(self, number: int) -> str:
+        """The file, and the row, from 0."""
+        file = int(np.searchsorted(np.cumsum(self.counts), number, "right"))
+        return f"{self.paths[file]}, row {number - sum(self.counts[:file])}"
+
+
+def open_documents(files: str | Path | Sequence[str | Path], fields: Sequence[str], index: str | Path | None = None) -> Documents:
+    """The documents of files of one kind, which their names tell; where lines begin is stored in the folder `index`, if any.
+
+    Raises:
+      DataError: no file, or one that is not what its name says.
+      OptionError: files of several kinds or an unknown one, or a column that a Parquet file does not have.
+    """
+    paths = find_files(files)
+    kinds = {Path(path).suffix.lower() for path in paths}
+    if kinds <= set(JSON_LINES):
+        return JsonLines(paths, index)
+    if kinds <= set(PARQUET):
+        return ParquetDocuments(paths, fields)
+    raise OptionError(f"text of files that end in {join_names(sorted(kinds))}.", fix=f"files of one kind: {', '.join((*JSON_LINES, *PARQUET))}.")
+
+
+def text_of(document: dict[str, Any], field: str) -> str:
+    """The text of a field.
+
+    Raises:
+      ValueError: it is missing, or no text.
+    """
+    if field not in document:
+        raise ValueError(f'it has no field "{field}"; it has {join_names(document, 5) or "none"}')
+    return check_text(document[field], f'field "{field}"')
+
+
+def check_text(value: Any, name: str) -> str:
+    """The value, if it is text that UTF-8 can hold.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {type_name(value)}, {short_repr(value)}, and should be text")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can name half of a surrogate pair
+            raise ValueError(f"{name} has {value[error.start]!r}, half of a surrogate pair, at character {error.start + 1}") from None
+    return value
