@@ -95,7 +95,9 @@ def _parsed(line: bytes) -> dict[str, Any] | ValueError:
         return ValueError(f"byte {error.start + 1} is not UTF-8")
     except json.JSONDecodeError as error:
         return ValueError(f"column {error.colno}: it is no JSON: {error.msg}")
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+    except RecursionError:
+        return ValueError("it is nested too deeply to be read")
+    except ValueError as error:  # such as a number of thousands of digits
         return ValueError(f"it cannot be read as JSON: {first_line(error)}")
     return value if isinstance(value, dict) else ValueError(f"it holds {type_name(value)}, not an object with named fields")
 
@@ -184,7 +186,9 @@ def text_of(document: dict[str, Any], field: str) -> str:
       ValueError: it is missing, or no text.
     """
     if field not in document:
-        raise ValueError(f'it has no field "{field}"; it has {join_names(document, 5) or "none"}')
+        others = {"messages": "chat= reads messages", "prompt": 'field=("prompt", "completion") reads pairs'}
+        hint = next((f" ({how})" for name, how in others.items() if name in document), "")
+        raise ValueError(f'it has no field "{field}"; it has {join_names(document, 5) or "none"}{hint}')
     return check_text(document[field], f'field "{field}"')
 
 
@@ -195,7 +199,8 @@ def check_text(value: Any, name: str) -> str:
       ValueError: it is not.
     """
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type_name(value)}, {short_repr(value)}, and should be text")
+        shown = "None" if value is None else f"{type_name(value)}, {short_repr(value)},"
+        raise ValueError(f"{name} is {shown} and should be text")
     if not value.isascii():
         try:
             value.encode("utf-8")

@@ -93,7 +93,7 @@ class TextRows(FileFormat):
                 lengths[number] = -1
         if not self._skip:
             note = "more may follow" if len(self._problems) >= SHOWN else ""
-            raise_problems(DataError, "documents cannot be used", self._problems, note)
+            raise_problems(DataError, 'documents cannot be used; on_error="skip" would leave them out', self._problems, note)
         return lengths, counted
 
     def _scan(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:

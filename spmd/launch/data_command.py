@@ -22,9 +22,13 @@ def add_to(commands: Any) -> None:
         help="read files as training would, and print the speed",
         description="Read FILES in batches, as training would, and print records and bytes per second. No device is used.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILES", help=".csv, .tfrecord or .array_record files; quote patterns")
+    parser.add_argument("files", nargs="+", metavar="FILES", help=".csv, .tfrecord, .array_record or, with --tokenizer, .jsonl and .parquet files; quote patterns")
     parser.add_argument("--batch-size", type=int, required=True, metavar="ROWS", help="records in a batch")
     parser.add_argument("--features", metavar="x=float32[784],y=int32[]", help="features of tf.train.Example (default: the first record's)")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="of text: where its tokenizer.json is")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of text: tokens of a row")
+    parser.add_argument("--field", action="append", metavar="NAME", help="of text: what to read (default: text, or messages with --chat)")
+    parser.add_argument("--chat", metavar="FORMAT", help="of text: the format of conversations")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads that read ahead (default: 0)")
     parser.add_argument("--shuffle", default="true", metavar="true|false|N", help="all records, none, or a window (default: true)")
     parser.add_argument("--batches", type=int, metavar="N", help="stop after N batches (default: one epoch)")
@@ -88,6 +92,11 @@ def _records(options: argparse.Namespace) -> Any:
     shuffle = values[options.shuffle] if options.shuffle in values else int(options.shuffle)
     paths = find_files(options.files)
     suffixes = {re.sub(r"-\d+-of-\d+$", "", path).rpartition(".")[2] for path in paths}
+    if options.tokenizer is not None or options.length is not None:
+        if options.tokenizer is None or options.length is None:
+            raise OptionError("text needs both --tokenizer and --length.", fix="such as --tokenizer FOLDER --length 2048.")
+        how = {"batch_size": options.batch_size, "shuffle": shuffle, "workers": options.workers}
+        return data.text(paths, tokenizer=options.tokenizer, length=options.length, field=options.field, chat=options.chat, **how)
     if suffixes == {"csv"}:
         if options.features is not None:
             raise OptionError("--features is for tf.train.Example; CSV files have columns.", fix="leave it out.")
@@ -97,7 +106,7 @@ def _records(options: argparse.Namespace) -> Any:
         declared = declared_arrays("--features", options.features or "", "x=float32[784]")
         features = {name: fixed(shape, dtype) for name, dtype, shape in declared} or _first(paths, *suffixes)
         return kind(paths, features=features, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
-    raise OptionError(f"files that end in {', '.join(sorted(suffixes))}.", fix="files of one kind: .csv, .tfrecord or .array_record.")
+    raise OptionError(f"files that end in {', '.join(sorted(suffixes))}.", fix="files of one kind: .csv, .tfrecord or .array_record; or text with --tokenizer and --length.")
 
 
 def declared_arrays(option: str, text: str, example: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import DataError, LossError
+from spmd.errors import DataError, LossError, join_names, type_name
+from spmd.train.chunked_cross_entropy import cross_entropy_from_features
 from spmd.train.metrics import PerExample, accuracy, mean_absolute_error, same_shape
 from spmd.tree import describe
 
@@ -56,6 +57,41 @@ def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 def _mean_squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     same_shape("mean_squared_error", outputs, targets)
     return jnp.square(outputs.astype(jnp.float32) - targets.astype(jnp.float32))
+
+
+def next_token(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of the next token, as (sum, count) over the tokens that count: for batches of `spmd.data.text`.
+
+    The model is called as `model(tokens, positions=, segment_ids=)`, without the last two if the batch lacks them, and returns logits
+    [rows, length, vocabulary]. One that has `features`, with these arguments, and `output_head()`, a dict of arguments `head`, `bias`,
+    `vocab_dim` and `soft_cap` of `spmd.losses.cross_entropy_from_features`, has logits of a chunk of tokens at a time only.
+
+    Args:
+      model: see above.
+      batch: "tokens", "targets", "positions" and "segment_ids", int32[rows, length]; and "mask", the weight of each target,
+        float32[rows, length]. A target outside the vocabulary makes the loss NaN unless its weight is 0.
+
+    Raises:
+      DataError: the batch lacks a key.
+
+    Example:
+      >>> def uniform(tokens):
+      ...     return jnp.zeros((*tokens.shape, 8))
+      >>> batch = {"tokens": jnp.array([[1, 2, 3]]), "targets": jnp.array([[2, 3, 0]]), "mask": jnp.array([[1.0, 1.0, 0.0]])}
+      >>> total, count = next_token(uniform, batch)
+      >>> round(float(total / count), 4) == round(math.log(8), 4)
+      True
+    """
+    missing = [name for name in ("tokens", "targets", "mask") if name not in batch] if isinstance(batch, dict) else ["tokens"]
+    if missing:
+        has = join_names(batch) if isinstance(batch, dict) else type_name(batch)
+        raise DataError(f"next_token: the batch has no {join_names(missing)}; it has {has}.", fix="batches as of spmd.data.text.")
+    tokens, targets, weights = batch["tokens"], batch["targets"], batch["mask"].astype(jnp.float32)
+    packed = {name: batch[name] for name in ("positions", "segment_ids") if name in batch}
+    if hasattr(model, "features") and hasattr(model, "output_head"):
+        return cross_entropy_from_features(model.features(tokens, **packed), labels=targets, weights=weights, **model.output_head())
+    values = _cross_entropy(model(tokens, **packed), jnp.where(weights != 0, targets, 0))
+    return jnp.where(weights != 0, weights * values, 0.0).sum(), weights.sum()
 
 
 @functools.partial(jax.jit, static_argnums=0)
