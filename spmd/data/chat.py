@@ -80,10 +80,9 @@ class ChatFormat:
 def formats() -> dict[str, ChatFormat]:
     """The known formats by name."""
     text = resources.files("spmd.data").joinpath("chat_formats.toml").read_text(encoding="utf-8")
-    tuples = ("assistant", "tokens")
+    tables = tomllib.loads(text)
     return {
-        name: ChatFormat(**{key: tuple(value) if key in tuples else value for key, value in table.items()})
-        for name, table in tomllib.loads(text).items()
+        name: ChatFormat(**{**one, "assistant": tuple(one["assistant"]), "tokens": tuple(one["tokens"])}) for name, one in tables.items()
     }
 
 
@@ -139,14 +138,14 @@ class ChatTemplate:
         """The text of a conversation.
 
         Raises:
-          ValueError: the template refuses it, or the text up to an answer is no beginning of the whole text.
+          ValueError: the template refuses it, or the text up to an answer is no beginning of the complete text.
         """
         text, answers = self._text(messages, False), []
         for at, message in enumerate(messages):
             if self.answers and message["role"] == "assistant":
                 begin, end = self._text(messages[:at], True), self._text(messages[: at + 1], False)
                 if not (text.startswith(end) and end.startswith(begin)):
-                    why = f"the template writes the conversation up to message {at + 1} otherwise than in the whole text"
+                    why = f"the template writes the conversation up to message {at + 1} in another way than in the complete text"
                     raise ValueError(f"{why}, so the answer cannot be found in it")
                 answers.append((len(begin), len(end)))
         return Rendered(text, answers)

@@ -12,7 +12,7 @@ OPEN = 256  # rows with free space that the next document may go to: they hold n
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Pieces of documents in rows of `length` tokens; a piece is a whole document, or a part of one that is longer than a row.
+    """Pieces of documents in rows of `length` tokens; a piece is a document, or a part of one that is longer than a row.
 
     Attributes:
       document: int64[pieces], ordered by row.
@@ -53,7 +53,7 @@ def pack_documents(lengths: np.ndarray, length: int, *, pack: bool = True, split
     Args:
       lengths: int64[documents], tokens of each; one of 0 is in no row.
       pack: several documents in a row; False: each has its own.
-      split: documents that are longer than a row go on in others; False: what is beyond is left out.
+      split: documents that are longer than a row continue in others; False: what is beyond is left out.
 
     Example:
       >>> rows = pack_documents(np.array([3, 5, 2, 9]), 6)

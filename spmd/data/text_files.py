@@ -164,7 +164,7 @@ class ParquetDocuments(Documents):
 
 
 def open_documents(files: str | Path | Sequence[str | Path], fields: Sequence[str], index: str | Path | None = None) -> Documents:
-    """The documents of files of one kind, which their names tell; where lines begin is stored in the folder `index`, if any.
+    """The documents of files of one kind, as their names say; where lines begin is stored in the folder `index`, if any.
 
     Raises:
       DataError: no file, or one that is not what its name says.
@@ -176,7 +176,9 @@ def open_documents(files: str | Path | Sequence[str | Path], fields: Sequence[st
         return JsonLines(paths, index)
     if kinds <= set(PARQUET):
         return ParquetDocuments(paths, fields)
-    raise OptionError(f"text of files that end in {join_names(sorted(kinds))}.", fix=f"files of one kind: {', '.join((*JSON_LINES, *PARQUET))}.")
+    raise OptionError(
+        f"text of files that end in {join_names(sorted(kinds))}.", fix=f"files of one kind: {', '.join((*JSON_LINES, *PARQUET))}."
+    )
 
 
 def text_of(document: dict[str, Any], field: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.packing import Rows, pack_documents
+from spmd.data.packing import pack_documents
 from spmd.data.record_index import cached_scan
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.data.text_files import Documents, open_documents
@@ -142,7 +142,9 @@ class TextRows(FileFormat):
             begin = 0
             for segment, piece in enumerate(of_row, 1):
                 size = int(rows.size[piece])
-                _fill({name: leaf[at, begin : begin + size] for name, leaf in leaves.items()}, tokens[rows.document[piece]], rows.start[piece])
+                _fill(
+                    {name: leaf[at, begin : begin + size] for name, leaf in leaves.items()}, tokens[rows.document[piece]], rows.start[piece]
+                )
                 leaves["segment_ids"][at, begin : begin + size] = segment
                 begin += size
 
@@ -171,7 +173,7 @@ def _all_read(path: str, lengths: np.ndarray, counted: np.ndarray) -> bool:
 
 
 def _fill(leaves: dict[str, np.ndarray], document: Tokens, start: int) -> None:
-    """One piece of a document. A piece that goes on in another row has a target for its last token too."""
+    """One piece of a document. One that continues in another row has a target for its last token too."""
     size = len(leaves["tokens"])
     following = document.ids[start + 1 : start + 1 + size]
     leaves["tokens"][:] = document.ids[start : start + size]
@@ -191,7 +193,7 @@ class _LongDocuments:
         return _LongDocuments, ()
 
     def get(self, numbers: list[int]) -> dict[int, Tokens]:
-        """Those that are there."""
+        """Those of `numbers` that are kept."""
         with self._lock:
             kept = {number: self._documents[number] for number in numbers if number in self._documents}
             for number in kept:
@@ -238,7 +240,7 @@ class TextRecords(Records):
         options, files = self.format.options, len(self.format.paths)
         used = self.lengths > 0
         longer, total = int((self.lengths > options.length).sum()), int(self.lengths[used].sum())
-        beyond = f"{self.truncated_tokens:,} tokens are left out" if options.long == "truncate" else "they go on in other rows"
+        beyond = f"{self.truncated_tokens:,} tokens are left out" if options.long == "truncate" else "they continue in other rows"
         lines = [
             f"{int(used.sum()):,} documents of {files} {self.format.file_kind}{'s' * (files > 1)}, {total:,} tokens, "
             f"in {len(self.rows):,} rows of {options.length:,} and {self.steps_per_epoch:,} batches of {self.batch_size}",
@@ -273,11 +275,11 @@ def text(
     A batch has "tokens", "targets" (the next token of the same document), "segment_ids" (from 1 in each row, 0 on padding) and "positions"
     (from 0 in each document), int32[rows, length], and "mask" float32[rows, length], 1 where a target counts: for a model
     `model(tokens, positions=, segment_ids=)` and `spmd.losses.next_token`. A document never sees another one, and its last token has no
-    target, unless it goes on in another row.
+    target, unless the document continues in another row.
 
-    All documents are read and tokenized once when the files are opened, to pack them and to report all that cannot be used. They are tokenized
-    again when rows are read, so tokens take no memory. Rows are the same in all epochs and in any number of processes; their order is not.
-    The last batch is filled up with rows of padding.
+    All documents are read and tokenized once when the files are opened, to pack them and to report all that cannot be used. They are
+    tokenized again when rows are read, so tokens take no memory. Rows are the same in all epochs, in another order in each, for any number
+    of processes. The last batch is filled up with rows of padding.
 
     Args:
       files: a pattern, a path, or several of them, of .jsonl (or .json, .ndjson: one object a line) or .parquet files.
@@ -289,15 +291,15 @@ def text(
         fields they make a message of the user and one of the assistant.
       loss_on: "all", or "answers": only the completion, or what the assistant says and the token that ends it.
       pack: several documents in a row (best fit); False: each has its own.
-      long: what happens to documents of more tokens than a row: "split" into rows that go on, "truncate", or "error".
+      long: what happens to documents of more tokens than a row: "split", which continues them in other rows, "truncate", or "error".
       eos: whether documents other than conversations end in the folder's `eos_token`; or the token they end in.
       shuffle: of rows: True, False, or the size of a window.
       seed, workers, on_error: as in `spmd.data.csv`.
       index: a folder that stores where documents are and how many tokens they have, so that the next run need not tokenize all first.
 
     Raises:
-      DataError: no file or tokenizer; documents that cannot be used, with file, line and reason; an unknown chat format, or one whose special
-        tokens the tokenizer lacks.
+      DataError: no file or tokenizer; documents that cannot be used, with file, line and reason; an unknown chat format, or one whose
+        special tokens the tokenizer lacks.
       OptionError: an option out of range.
       MissingExtraError: `tokenizers`, jinja2 or pyarrow is not installed.
 

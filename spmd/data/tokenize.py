@@ -205,7 +205,9 @@ def _template(tokenizer: Tokenizer) -> str:
         template = next((one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"), None)
     if not isinstance(template, str):
         has = _formats_of(tokenizer)
-        fix = f"chat= one whose special tokens the tokenizer has: {join_names(has)}" if has else "a tokenizer_config.json with chat_template"
+        fix = (
+            f"chat= one whose special tokens the tokenizer has: {join_names(has)}" if has else "a tokenizer_config.json with chat_template"
+        )
         raise DataError(f"{tokenizer.name} has no chat template beside it.", fix=f"{fix}.")
     return template
 
@@ -259,7 +261,11 @@ class Encoder:
         try:
             return self.tokenizer.encode(texts, special=self.style.special, offsets=self.answers)
         except Exception as error:  # such as a word that is in no vocabulary without a token for unknown ones
-            return [ValueError(f"it cannot be tokenized: {first_line(error)}")] if len(texts) == 1 else [self._encode([one])[0] for one in texts]
+            return (
+                [ValueError(f"it cannot be tokenized: {first_line(error)}")]
+                if len(texts) == 1
+                else [self._encode([one])[0] for one in texts]
+            )
 
     def _render(self, document: dict[str, Any] | ValueError) -> Rendered | ValueError:
         if isinstance(document, ValueError):

@@ -22,7 +22,12 @@ def add_to(commands: Any) -> None:
         help="read files as training would, and print the speed",
         description="Read FILES in batches, as training would, and print records and bytes per second. No device is used.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILES", help=".csv, .tfrecord, .array_record or, with --tokenizer, .jsonl and .parquet files; quote patterns")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILES",
+        help=".csv, .tfrecord, .array_record or, with --tokenizer, .jsonl and .parquet files; quote patterns",
+    )
     parser.add_argument("--batch-size", type=int, required=True, metavar="ROWS", help="records in a batch")
     parser.add_argument("--features", metavar="x=float32[784],y=int32[]", help="features of tf.train.Example (default: the first record's)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="of text: where its tokenizer.json is")
@@ -106,7 +111,10 @@ def _records(options: argparse.Namespace) -> Any:
         declared = declared_arrays("--features", options.features or "", "x=float32[784]")
         features = {name: fixed(shape, dtype) for name, dtype, shape in declared} or _first(paths, *suffixes)
         return kind(paths, features=features, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
-    raise OptionError(f"files that end in {', '.join(sorted(suffixes))}.", fix="files of one kind: .csv, .tfrecord or .array_record; or text with --tokenizer and --length.")
+    raise OptionError(
+        f"files that end in {', '.join(sorted(suffixes))}.",
+        fix="files of one kind: .csv, .tfrecord or .array_record; or text with --tokenizer and --length.",
+    )
 
 
 def declared_arrays(option: str, text: str, example: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:

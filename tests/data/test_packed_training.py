@@ -136,7 +136,14 @@ def fit(data, model=make, devices=8, **options):
 def test_mean_is_over_the_tokens_of_all_workers(place):
     """Rows hold unequal counts of answers: one device and eight workers, with microbatches, report the mean over tokens."""
     data = spmd.data.text(
-        place / "talks.jsonl", tokenizer=place / "model", length=LENGTH, batch_size=16, chat="chatml", loss_on="answers", shuffle=False, seed=0
+        place / "talks.jsonl",
+        tokenizer=place / "model",
+        length=LENGTH,
+        batch_size=16,
+        chat="chatml",
+        loss_on="answers",
+        shuffle=False,
+        seed=0,
     )
     batch = next(iter(data))
     counts = batch["mask"].sum(axis=1)

@@ -87,12 +87,14 @@ def test_documents_longer_than_a_row(place, long, caplog):
     total = sum(len(ids(place, document)) for document in DOCUMENTS)
     assert predicted == total - len(DOCUMENTS) - (beyond if long == "truncate" else 0)  # once each, but for first ones
     assert data.truncated_tokens == (beyond if long == "truncate" else 0)
-    assert (f"{beyond} of {total} tokens, of {len(longer)} documents, are beyond 24 tokens and are left out" in caplog.text) == (long == "truncate")
-    assert f"{len(longer)} documents are longer than a row: {'they go on' if long == 'split' else f'{beyond} tokens are'}" in repr(data)
+    assert (f"{beyond} of {total} tokens, of {len(longer)} documents, are beyond 24 tokens and are left out" in caplog.text) == (
+        long == "truncate"
+    )
+    assert f"{len(longer)} documents are longer than a row: {'they continue' if long == 'split' else f'{beyond} tokens are'}" in repr(data)
     if long == "split":
         batch = {name: np.concatenate([batch[name] for batch in data]) for name in data.fields}
-        goes_on = (batch["mask"] == 1) & (np.arange(24) == 23)
-        assert goes_on.any(), "the last token of a row has a target, the first of another row"
+        continues = (batch["mask"] == 1) & (np.arange(24) == 23)
+        assert continues.any(), "the last token of a row has a target, the first of another row"
         joined = collections.Counter(token for piece in unpack(batch) for token in piece.tolist())
         assert joined == collections.Counter(token for document in DOCUMENTS for token in ids(place, document))
 
@@ -132,7 +134,7 @@ def test_resuming_in_mid_epoch_gives_the_same_bits(place, workers, shuffle):
     assert len(found) == len(expected) > 4
     for batch, other in zip(found, expected, strict=True):
         assert all(batch[name].tobytes() == other[name].tobytes() for name in batch)
-    assert list(read(place, shuffle=shuffle).epoch(2))[0]["tokens"].tobytes() != expected[0]["tokens"].tobytes()
+    assert next(iter(read(place, shuffle=shuffle).epoch(2)))["tokens"].tobytes() != expected[0]["tokens"].tobytes()
 
 
 def test_a_state_of_other_text_is_refused(place, tmp_path):
@@ -351,7 +353,14 @@ CASES = {
     "unknown chat format": ([TALK], {"chat": "chatlm"}),
     "chat format of other tokens": ([TALK], {"chat": "llama3"}),
     "messages that are none": (
-        [{"messages": "a"}, {"messages": []}, {"messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": None}]}, TURNS, {"text": "a"}],
+        [
+            {"messages": "a"},
+            {"messages": []},
+            {"messages": [{"role": "user"}]},
+            {"messages": [{"role": "user", "content": None}]},
+            TURNS,
+            {"text": "a"},
+        ],
         {"chat": "chatml"},
     ),
     "fields of other kinds": ([TALK, {"prompt": "a", "completion": "b"}], {}),
@@ -359,7 +368,7 @@ CASES = {
     "no answer": ([texts.messages("a")], {"chat": "chatml", "loss_on": "answers"}),
     "answers of plain text": (DOCUMENTS[:1], {"loss_on": "answers"}),
     "unknown loss_on": (DOCUMENTS[:1], {"loss_on": "answer"}),
-    "unknown long": (DOCUMENTS[:1], {"long": "cut"}),
+    "unknown long": (DOCUMENTS[:1], {"long": "spilt"}),
     "length of one": (DOCUMENTS[:1], {"length": 1}),
     "too long": (DOCUMENTS[:2], {"length": 4, "long": "error"}),
     "three fields": (DOCUMENTS[:1], {"field": ("a", "b", "c")}),
@@ -372,7 +381,11 @@ def test_invalid_text_raises(name, tmp_path, monkeypatch, golden):
     documents, options = CASES[name]
     texts.json_lines(tmp_path / "a.jsonl", [{"text": one} if isinstance(one, str) else one for one in documents])
     texts.folder(tmp_path / "model")
-    templates = {"wrong": "{% if %}", "changing": "{{ messages | length }}" + texts.CHATML, "refusing": "{{ raise_exception('not today') }}"}
+    templates = {
+        "wrong": "{% if %}",
+        "changing": "{{ messages | length }}" + texts.CHATML,
+        "refusing": "{{ raise_exception('not today') }}",
+    }
     if (folder := options.get("tokenizer")) in templates:
         texts.folder(tmp_path / folder, chat_template=templates[folder])
     elif folder in ("plain", "damaged"):
