@@ -284,11 +284,13 @@ class Encoder:
         ids = np.asarray(encoding.ids, np.int32)
         counts = np.ones(len(ids), bool)
         if self.answers:
-            offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+            begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+            # some tokenizers leave white space out of offsets, and tokens of one letter's bytes have the same ones
+            begins = np.minimum(begins, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1])
             counts = np.zeros(len(ids), bool)
             for begin, end in rendered.answers:
                 # a token that also holds the end of the prompt is of the answer, whose beginning would else not count
-                counts |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+                counts |= (begins < end) & (ends > begin)
         if self._eos is not None and (not len(ids) or ids[-1] != self._eos):
             return Tokens(np.append(ids, np.int32(self._eos)), np.append(counts, True))
         if self._eos is not None:

@@ -232,6 +232,15 @@ def test_prompt_and_completion(place, tmp_path):
     assert counted(place, next(iter(read(place, path, chat="chatml", **options)))) == " the mat<|im_end|>"
 
 
+@pytest.mark.parametrize("answer", ["yes  \n\n", "  yes", "naïve 🙂", " \n 🙂 ", "\t", "é"])
+def test_every_letter_of_an_answer_counts(place, tmp_path, answer):
+    path = texts.json_lines(tmp_path / "a.jsonl", [{"prompt": "is it 🙂?\n\n", "completion": answer}, texts.messages("🙂 ", answer)])
+    for options, end in [({"field": ("prompt", "completion")}, "<eos>"), ({"chat": "chatml"}, "<|im_end|>")]:
+        data = read(place, path, loss_on="answers", length=64, batch_size=1, on_error="skip", **options)  # each reads one of the two lines
+        found = counted(place, next(iter(data))).lstrip("\n")  # a line break of the prompt may be in one token with what follows
+        assert found == answer.lstrip("\n") + end
+
+
 def test_token_across_the_border_belongs_to_the_answer(place, tmp_path):
     path = texts.json_lines(tmp_path / "a.jsonl", [{"prompt": "on the m", "completion": "at"}])
     batch = next(iter(read(place, path, field=("prompt", "completion"), loss_on="answers", length=16, batch_size=1)))

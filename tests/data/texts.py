@@ -24,6 +24,7 @@ def folder(path, special=SPECIAL, **settings):
     path.mkdir(exist_ok=True)
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)  # as published ones: offsets without leading spaces
     bpe.decoder = tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters, show_progress=False)
