@@ -9,6 +9,7 @@
     ├── DataError            the data cannot be split into batches for this mesh
     ├── CheckpointError      a checkpoint does not fit, or would be overwritten
     ├── ExportError          a model cannot be exported, or an exported folder cannot be read
+    ├── PretrainedError      a folder of weights cannot be read or written, or does not fit the model
     ├── EnsembleError        members do not match, or none has answered
     ├── CompileError         the compiler fails on a planned step, or takes too long
     ├── DeviceMemoryError    a step needs more memory than a device has
@@ -109,6 +110,10 @@ class CheckpointError(SpmdError):
 
 class ExportError(SpmdError):
     """A model cannot be exported, or a folder with one is damaged, of another format, or for other devices."""
+
+
+class PretrainedError(SpmdError):
+    """A folder of weights is damaged or cannot be written, or a name map does not fit its tensors or the model."""
 
 
 class EnsembleError(SpmdError):

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from spmd.layout.precision import PRODUCTS, Precision
 from spmd.layout.remat import Remat, remat_problems
 from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
 from spmd.layout.server import server_problems
-from spmd.layout.toml_tables import CHOICES as CHOICES, UNREGISTERED, Tables, is_number, register_hint
+from spmd.layout.toml_tables import CHOICES as CHOICES, UNREGISTERED, Tables, is_number, register_hint, syntax_error
 from spmd.layout.toml_writer import dumps
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
@@ -97,23 +97,13 @@ def loads(text: str, where: str = "layout", name: str = "layout", *, written: bo
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise _syntax_error(text, where, str(error)) from error
+        fix = "`spmd layouts show data_parallel` prints a layout that is right."
+        raise syntax_error(LayoutError, text, where, str(error), fix) from error
     reader = _Reader(text if written else "")
     layout = dataclasses.replace(reader.layout(data, name), source=where)
     problems = sorted(reader.problems, key=lambda problem: problem.line or len(text))
     raise_problems(LayoutError, f"{where} cannot be read", problems)
     return layout
-
-
-def _syntax_error(text: str, where: str, message: str) -> LayoutError:
-    """The parser's message, with the line at which it stopped."""
-    fix = "strings in double quotes, one key = value on a line; `spmd layouts show data_parallel` prints a layout that is right."
-    place = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
-    if not place:
-        return LayoutError(f"{where} is not TOML: {message}.", fix=fix, kind="syntax")
-    line = int(place[2])
-    why = f"{where}, line {line} is not TOML: {place[1]} (column {place[3]}).\n    {text.splitlines()[line - 1]}"
-    return LayoutError(why, fix=fix, kind="syntax", line=line)
 
 
 class _Reader(Tables):
@@ -294,19 +284,6 @@ class _Reader(Tables):
 
     # rules -------------------------------------------------------------------------------------------------------------
 
-    def items(self, table: dict[str, Any], key: str, section: str = "") -> Iterator[tuple[dict[str, Any], str, int | None]]:
-        """The tables of a list of rules, each with its name in errors and its line."""
-        header, items = f"{section}.{key}" if section else key, table.get(key, [])
-        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            self.problem(header, "is not a list of rules.", f"write [[{header}]] on a line of its own.", self.key_line("", header))
-            return
-        pattern = rf"\s*\[\[\s*{re.escape(header)}\s*\]\]"
-        lines: list[int | None] = [number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)]
-        for number, (item, line) in enumerate(zip(items, [*lines, *[None] * len(items)], strict=False), 1):
-            self.rule_number = number
-            yield item, f"[[{header}]] rule {number}", line
-        self.rule_number = None
-
     def rules(self, table: dict[str, Any], key: str, section: str = "") -> tuple[Rule, ...]:
         return tuple(self.rule(*item) for item in self.items(table, key, section))
 
@@ -327,11 +304,6 @@ class _Reader(Tables):
             self.problem(where, why, f'such as products = "{near}"; this version knows: {", ".join(PRODUCTS)}.', line)
             products = near
         return Precision(path, products, excepted, line)
-
-    def unknown_in_rule(self, item: dict[str, Any], known: tuple[str, ...], where: str, line: int | None) -> None:
-        for key in item:
-            if key not in known:
-                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
 
     def paths(self, item: dict[str, Any], where: str, line: int | None) -> tuple[str, tuple[str, ...]]:
         """The patterns of a rule: what it matches, and its exceptions."""

@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from spmd.errors import Problem, closest, did_you_mean
+from spmd.errors import Problem, SpmdError, closest, did_you_mean
 from spmd.fields import Conflict, as_toml, is_one_of, plain_types
 from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
@@ -96,6 +96,25 @@ class Tables:
                 where, line = f"[{section}] {key}" if section else key, self.key_line(section, key)
                 self.problem(f"unknown key: {where}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
 
+    def unknown_in_rule(self, item: dict[str, Any], known: tuple[str, ...], where: str, line: int | None) -> None:
+        """Collect keys of a rule that nothing reads."""
+        for key in item:
+            if key not in known:
+                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
+
+    def items(self, table: dict[str, Any], key: str, section: str = "") -> Iterator[tuple[dict[str, Any], str, int | None]]:
+        """The tables of a list of rules, each with its name in errors and its line."""
+        header, items = f"{section}.{key}" if section else key, table.get(key, [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            self.problem(header, "is not a list of rules.", f"write [[{header}]] on a line of its own.", self.key_line("", header))
+            return
+        pattern = rf"\s*\[\[\s*{re.escape(header)}\s*\]\]"
+        lines: list[int | None] = [number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)]
+        for number, (item, line) in enumerate(zip(items, [*lines, *[None] * len(items)], strict=False), 1):
+            self.rule_number = number
+            yield item, f"[[{header}]] rule {number}", line
+        self.rule_number = None
+
     def table(self, data: dict[str, Any], key: str) -> dict[str, Any]:
         """The table `[key]`; an empty one if there is none."""
         table = data.get(key, {})
@@ -150,6 +169,17 @@ class Tables:
                 several = [kind for kind in kinds if kind is not type(None)]
                 values[field.name] = self.value(table, section, field.name, field.default, *several, fix=fix)
         return values
+
+
+def syntax_error(error: type[SpmdError], text: str, where: str, message: str, fix: str) -> SpmdError:
+    """The message of the TOML parser, with the line at which it stopped; `fix` ends with where valid text is seen."""
+    fix = f"strings in double quotes, one key = value on a line; {fix}"
+    place = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
+    if not place:
+        return error(f"{where} is not TOML: {message}.", fix=fix, kind="syntax")
+    line = int(place[2])
+    why = f"{where}, line {line} is not TOML: {place[1]} (column {place[3]}).\n    {text.splitlines()[line - 1]}"
+    return error(why, fix=fix, kind="syntax", line=line)
 
 
 def register_hint(key: str, name: str) -> str:

@@ -1,0 +1,275 @@
+"""Name maps: which tensor of a weight file is which array of a model. Data only, read from TOML, and invertible."""
+
+import dataclasses
+import functools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import PretrainedError, raise_problems
+from spmd.fields import as_toml
+from spmd.layout.toml_tables import Tables, syntax_error
+
+LAYER = "layer"  # the capture that is a layer's number
+FIX = "docs/pretrained.md has a map that is right."
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """How the dims of a tensor become those of an array: each dim is a group of named factors, the first varying slowest.
+
+    >>> Dims.parse("(heads size) width -> width heads size").array
+    (('width',), ('heads',), ('size',))
+    """
+
+    tensor: tuple[tuple[str, ...], ...]
+    array: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Dims":
+        """From text such as "(heads size) width -> width heads size".
+
+        Raises:
+          ValueError: says what is wrong with it.
+        """
+        sides = text.split("->")
+        if len(sides) != 2:
+            raise ValueError("is not two lists of names with -> between them")
+        tensor, array = (cls._groups(side) for side in sides)
+        names = [name for group in tensor for name in group]
+        if len(set(names)) != len(names):
+            raise ValueError("has a name twice on one side")
+        if sorted(names) != sorted(name for group in array for name in group):
+            raise ValueError("has other names on the right than on the left")
+        return cls(tensor, array)
+
+    @staticmethod
+    def _groups(side: str) -> tuple[tuple[str, ...], ...]:
+        if re.sub(r"\([\w\s]+\)|\w+|\s", "", side) or not side.strip():
+            raise ValueError("has something other than names and (names of one dim)")
+        return tuple(tuple(re.findall(r"\w+", group)) for group in re.findall(r"\([\w\s]+\)|\w+", side))
+
+    def __str__(self) -> str:
+        return " -> ".join(" ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in side) for side in (self.tensor, self.array))
+
+
+TRANSPOSE = Dims((("out",), ("in",)), (("in",), ("out",)))
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRule:
+    """Which tensors are which arrays: one of `file` and `model` may hold several, which lie along dim `concat` of the other's one.
+
+    Attributes:
+      file: patterns of names of tensors; `{layer}` stands for a number, any other `{name}` for characters other than "." and "/".
+      model: patterns of paths of arrays with the same captures; `layers.{layer}` stands for where the model keeps that layer.
+      dims: how dims are reordered and reshaped; None: as they are.
+      tied: the tensor is a second name of an array that another rule maps.
+      optional: the rule may match nothing.
+    """
+
+    file: tuple[str, ...]
+    model: tuple[str, ...]
+    dims: Dims | None = None
+    concat: int | None = None
+    tied: bool = False
+    optional: bool = False
+    line: int | None = dataclasses.field(default=None, compare=False)
+    number: int = dataclasses.field(default=1, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"[[tensors]] rule {self.number}" + (f", line {self.line}" if self.line else "")
+
+    @property
+    def transform(self) -> str:
+        """What happens between file and model, in words; "" if nothing does."""
+        words = ["transposed" if self.dims == TRANSPOSE else f'dims = "{self.dims}"'] if self.dims is not None else []
+        return ", ".join([*words, *([f"concat = {self.concat}"] if self.concat is not None else [])])
+
+
+@dataclasses.dataclass(frozen=True)
+class IgnoredRule:
+    """Tensors that the model does not need, and why."""
+
+    file: str
+    reason: str
+    line: int | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Where the model keeps its layers: in a stack, whose arrays are [layers, ...], with a list after it for those left over; or in a list.
+
+    A stack of groups of several layers keeps them in `stack/0/...`, `stack/1/...`: layer i is member i % period of group i // period.
+    """
+
+    stack: str = ""
+    tail: str = ""
+    list: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class NameMap:
+    """Which tensors of a folder are which arrays of a model.
+
+    Attributes:
+      architectures, model_types: the names in config.json for which the map is meant.
+      source: where it was read, for errors.
+
+    Example:
+      >>> text = '''
+      ... [[tensors]]
+      ... file = "proj.weight"
+      ... model = "proj/kernel"
+      ... transpose = true
+      ... '''
+      >>> NameMap.loads(text).tensors[0].transform
+      'transposed'
+    """
+
+    tensors: tuple[TensorRule, ...] = ()
+    ignored: tuple[IgnoredRule, ...] = ()
+    layers: Layers = Layers()
+    architectures: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    source: str = dataclasses.field(default="name map", compare=False)
+
+    @classmethod
+    def load(cls, source: "str | Path | NameMap") -> "NameMap":
+        """From a TOML file.
+
+        Raises:
+          PretrainedError: there is no such file, or it cannot be read; all problems at once, each with its line.
+        """
+        if isinstance(source, NameMap):
+            return source
+        try:
+            return cls.loads(Path(source).read_text(encoding="utf-8"), str(source))
+        except OSError as error:
+            raise PretrainedError(f"name map {source} cannot be read: {error.strerror}.", fix="check the path.") from error
+        except UnicodeDecodeError as error:
+            raise PretrainedError(f"{source} is not UTF-8 text (byte {error.start}).", fix="save it as UTF-8.") from error
+
+    @classmethod
+    def loads(cls, text: str, where: str = "name map") -> "NameMap":
+        """From TOML text, which errors call `where`."""
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise syntax_error(PretrainedError, text, where, str(error), FIX) from error
+        reader = _Reader(text)
+        name_map = dataclasses.replace(reader.name_map(data), source=where)
+        problems = sorted(reader.problems, key=lambda problem: problem.line or len(text))
+        raise_problems(PretrainedError, f"{where} cannot be read", problems)
+        return name_map
+
+
+class _Reader(Tables):
+    """Reads a name map from parsed TOML."""
+
+    def name_map(self, data: dict[str, Any]) -> NameMap:
+        self.unknown(data, ("tensors", "ignored", "layers", "architectures", "model_types"), "")
+        layers = self.fields(self.table(data, "layers"), "layers", Layers)
+        if layers["list"] and (layers["stack"] or layers["tail"]):
+            self.key_problem("layers", "list", "the model keeps its layers in a stack already.", "one of stack and list.", "conflict")
+        rules = tuple(self.tensor_rule(*item) for item in self.items(data, "tensors"))
+        if not data.get("tensors"):
+            self.problem("[[tensors]]", "maps no tensor.", 'such as  file = "proj.weight"  model = "proj/kernel".')
+        return NameMap(
+            tensors=tuple(dataclasses.replace(rule, number=number) for number, rule in enumerate(rules, 1)),
+            ignored=tuple(self.ignored_rule(*item) for item in self.items(data, "ignored")),
+            layers=Layers(**{key: value.strip("/") for key, value in layers.items()}),
+            architectures=self.strings(data, "architectures"),
+            model_types=self.strings(data, "model_types"),
+        )
+
+    def strings(self, data: dict[str, Any], key: str) -> tuple[str, ...]:
+        value = self.value(data, "", key, [], list)
+        if not all(isinstance(item, str) for item in value):
+            self.key_problem("", key, f"{as_toml(value)} is not a list of strings.", 'such as ["llama"].')
+            return ()
+        return tuple(value)
+
+    def ignored_rule(self, item: dict[str, Any], where: str, line: int | None) -> IgnoredRule:
+        self.unknown_in_rule(item, ("file", "reason"), where, line)
+        file = self.patterns(item, "file", where, line)
+        if not isinstance(item.get("reason"), str) or not item["reason"].strip():
+            self.problem(where, "has no reason.", 'such as  reason = "recomputed".', line)
+        return IgnoredRule(file[0], str(item.get("reason", "")), line)
+
+    def tensor_rule(self, item: dict[str, Any], where: str, line: int | None) -> TensorRule:
+        self.unknown_in_rule(item, ("file", "model", "transpose", "dims", "concat", "tied", "optional"), where, line)
+        file, model = self.patterns(item, "file", where, line), self.patterns(item, "model", where, line)
+        for key, kind, example in (("transpose", bool, "true"), ("tied", bool, "true"), ("optional", bool, "true"), ("concat", int, "0")):
+            if key in item and type(item[key]) is not kind:
+                self.problem(f"{where} {key}", f"{as_toml(item[key])}.", f"such as {key} = {example}.", line)
+                item = {name: value for name, value in item.items() if name != key}
+        captures = {pattern: frozenset(re.findall(r"\{(\w+)\}", pattern)) for pattern in (*file, *model) if pattern}
+        if len(set(captures.values())) > 1:
+            shown = "; ".join(f"{pattern}: {', '.join(sorted(names)) or 'none'}" for pattern, names in captures.items())
+            self.problem(where, f"captures differ: {shown}.", "the same {names} in file and model.", line)
+        concat = item.get("concat")
+        if len(file) > 1 and len(model) > 1:
+            self.problem(where, "both file and model are lists.", "a rule for each.", line)
+        elif max(len(file), len(model)) > 1 and (concat is None or concat < 0):
+            self.problem(where, "several are joined, along which dim is not said.", "concat = 0, a dim of the one.", line)
+        elif concat is not None and len(file) == len(model) == 1:
+            self.problem(where, "concat, but nothing is joined.", "leave it out, or a list in file or model.", line)
+        return TensorRule(
+            file, model, self.dims(item, where, line), concat, item.get("tied", False), item.get("optional", False), line
+        )
+
+    def dims(self, item: dict[str, Any], where: str, line: int | None) -> Dims | None:
+        if item.get("transpose") and "dims" in item:
+            self.problem(where, "transpose and dims.", "dims alone.", line, "conflict")
+        if "dims" not in item:
+            return TRANSPOSE if item.get("transpose") else None
+        try:
+            return Dims.parse(item["dims"] if isinstance(item["dims"], str) else "")
+        except ValueError as error:
+            self.problem(f"{where} dims", f"{as_toml(item['dims'])} {error}.", 'such as "(heads size) width -> width heads size".', line)
+            return None
+
+    def patterns(self, item: dict[str, Any], key: str, where: str, line: int | None) -> tuple[str, ...]:
+        """The patterns of a key; of a wrong value a problem, and one that matches nothing."""
+        value = item.get(key)
+        several = tuple(value) if isinstance(value, list) else (value,)
+        if not several or not all(isinstance(pattern, str) and pattern for pattern in several):
+            why = f"{key} {as_toml(value)} is not a name." if key in item else f"has no {key}."
+            self.problem(where, why, f"such as  {key} = {as_toml(EXAMPLES[key])}.", line)
+            return ("",)
+        for pattern in several:
+            names = re.findall(r"\{(\w+)\}", pattern)
+            if re.search(r"[{}]", re.sub(r"\{[A-Za-z_]\w*\}", "", pattern)) or len(set(names)) < len(names):
+                self.problem(where, f'"{pattern}": braces hold a name, once each.', "such as {layer}.", line)
+                return ("",)
+            if key == "model" and f"{{{LAYER}}}" in pattern and f"layers.{{{LAYER}}}/" not in pattern:
+                self.problem(where, f'"{pattern}": a layer is written layers.{{layer}}/...', "its path in the layer after it.", line)
+        return several
+
+
+EXAMPLES = {"file": "model.layers.{layer}.mlp.up_proj.weight", "model": "layers.{layer}/mlp/up/kernel"}
+
+
+@functools.cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of names as a regular expression with its captures.
+
+    >>> compiled("h.{layer}.{part}.weight").fullmatch("h.10.up.weight").groupdict()
+    {'layer': '10', 'part': 'up'}
+    """
+    parts = re.split(r"\{(\w+)\}", pattern)
+    regex = [re.escape(part) if at % 2 == 0 else rf"(?P<{part}>{'0|[1-9][0-9]*' if part == LAYER else '[^./]+'})" for at, part in enumerate(parts)]
+    return re.compile("".join(regex))
+
+
+def fill(pattern: str, captures: dict[str, str]) -> str:
+    """The name that a pattern stands for.
+
+    >>> fill("h.{layer}.{part}.weight", {"layer": "10", "part": "up"})
+    'h.10.up.weight'
+    """
+    return re.sub(r"\{(\w+)\}", lambda match: captures[match[1]], pattern)
