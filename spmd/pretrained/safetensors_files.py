@@ -1,0 +1,322 @@
+"""safetensors files: an 8-byte length, a JSON header, raw bytes (https://github.com/huggingface/safetensors, "Format").
+
+Headers are untrusted: sizes, offsets, overlaps, dtypes and names are checked before anything is allocated for them.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from spmd.errors import PretrainedError, Problem, did_you_mean, join_names, printable, raise_problems, short_repr
+from spmd.tree import describe
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(bool),
+    **{f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}") for letter in "UI" for size in (1, 2, 4, 8)},
+    "F16": np.dtype("f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("f4"),
+    "F64": np.dtype("f8"),
+    "C64": np.dtype("c8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+MOST_DIMS = 32
+SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file, which is not read yet: its name, where its bytes are, and what they mean."""
+
+    name: str
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # in the file
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {describe(self)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFiles:
+    """The tensors of a folder by name, in the order of its files, and the metadata of its first file."""
+
+    where: Path
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold them."""
+        return tuple(dict.fromkeys(tensor.file for tensor in self.tensors.values()))
+
+
+def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of one file by name, and its metadata; reads the header only.
+
+    Raises:
+      PretrainedError: the file is missing or damaged; all problems of its header at once, with the names of tensors.
+    """
+    try:
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            length = struct.unpack("<Q", opened.read(8))[0] if size >= 8 else -1
+            if length < 0:
+                raise _damaged(file, f"it has {size} bytes; the length of its header alone has 8")
+            if length > min(MOST_HEADER, size - 8):
+                limit = f"{size - 8:,} bytes follow" if length > size - 8 else f"at most {MOST_HEADER:,} are allowed"
+                raise _damaged(file, f"its header should have {length:,} bytes; {limit}")
+            text = opened.read(length)
+    except OSError as error:
+        raise PretrainedError(f"{file} cannot be read: {error.strerror}.", fix="check the path.") from error
+    if len(text) < length:
+        raise _damaged(file, f"its header has {len(text):,} of {length:,} bytes")
+    header = _parse(file, text, "header")
+    metadata = header.pop("__metadata__", {})
+    problems = []
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        problems.append(Problem("__metadata__", [f"{short_repr(metadata)} is not a table of strings."]))
+    tensors: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        try:
+            tensors[name] = _tensor(file, name, entry, 8 + length, size)
+        except ValueError as error:
+            problems.append(Problem(printable(name, 200), [str(error)], path=name))
+    problems = problems or _coverage_problems(tensors, 8 + length, size)
+    raise_problems(PretrainedError, f"{file} is damaged, or no safetensors file", problems)
+    return tensors, metadata
+
+
+def _damaged(file: Path, why: str) -> PretrainedError:
+    return PretrainedError(f"{file} is damaged, or no safetensors file: {why}.", fix="copy or download it again.")
+
+
+def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(items)
+        if len(table) < len(items):
+            twice = [name for name, count in collections.Counter(name for name, _ in items).items() if count > 1]
+            raise ValueError(f"has {join_names(map(printable, twice))} twice")
+        return table
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"its {what} is not JSON ({printable(str(error), 200) or 'too deep'})") from error
+    if not isinstance(value, dict):
+        raise _damaged(file, f"its {what} is not a JSON object but {short_repr(value)}")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
+    """One entry of a header whose bytes begin at `start`; a `ValueError` says what is wrong with it."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{short_repr(entry)} is not a table of dtype, shape and data_offsets.")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ValueError(f"unknown dtype {short_repr(kind)}; known: {', '.join(DTYPES)}.")
+    if not isinstance(shape, list) or len(shape) > MOST_DIMS or not all(map(_is_count, shape)):
+        raise ValueError(f"shape {short_repr(shape)} is not a list of at most {MOST_DIMS} sizes.")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)) or offsets[0] > offsets[1]:
+        raise ValueError(f"data_offsets {short_repr(offsets)} are not a begin and an end.")
+    begin, end = offsets
+    if end > size - start:
+        raise ValueError(f"data_offsets end at {end:,}; the file has {size - start:,} bytes of data.")
+    dtype = DTYPES[kind]
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        wanted = f"{kind}{shape} has {math.prod(shape) * dtype.itemsize:,} bytes"
+        raise ValueError(f"{wanted}; its data_offsets {begin:,} to {end:,} hold {end - begin:,}.")
+    return Tensor(name, file, dtype, tuple(shape), start + begin, end - begin)
+
+
+def _coverage_problems(tensors: Mapping[str, Tensor], start: int, size: int) -> list[Problem]:
+    """Overlaps and gaps: the format allows neither."""
+    problems, at, before = [], start, "the header"
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        if tensor.offset != at:
+            word = "overlaps with" if tensor.offset < at else "leaves a gap after"
+            why = f"{word} {printable(before, 200)}: begins at {tensor.offset - start:,}, not at {at - start:,}."
+            problems.append(Problem(printable(tensor.name, 200), [why], path=tensor.name))
+        at, before = max(at, tensor.offset + tensor.nbytes), tensor.name
+    if at != size:
+        problems.append(Problem("the end", [f"{size - at:,} bytes after {printable(before, 200)} belong to no tensor."]))
+    return problems
+
+
+def open_files(folder: Path, stem: str = "model") -> WeightFiles:
+    """The tensors of `FOLDER/STEM.safetensors`, of the files that `FOLDER/STEM.safetensors.index.json` lists, or of a single file.
+
+    Raises:
+      PretrainedError: no such files; a damaged one; a shard that is missing; a tensor that is not in its shard, or in two.
+    """
+    if folder.is_file():
+        return WeightFiles(folder, *read_header(folder))
+    single, index = folder / f"{stem}{SUFFIX}", folder / f"{stem}{INDEX}"
+    if not folder.is_dir():
+        raise PretrainedError(f"there is no folder {folder}.", fix="check the path; a model's name must be downloaded to a folder first.")
+    if single.exists() and index.exists():
+        raise PretrainedError(f"{folder} has {single.name} and {index.name}.", fix="remove the one that does not belong to the model.")
+    if single.exists():
+        return WeightFiles(folder, *read_header(single))
+    if index.exists():
+        return _open_shards(folder, index)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (SUFFIX, ".bin", ".pt", ".pth", ".gguf"))
+    found = f"; there is {join_names(others)}" if others else ""
+    fix = did_you_mean(single.name, [name for name in others if name.endswith(SUFFIX)] or [single.name, index.name])
+    raise PretrainedError(f"{folder} has neither {single.name} nor {index.name}{found}.", fix=fix)
+
+
+def _open_shards(folder: Path, index: Path) -> WeightFiles:
+    """The tensors of the files that an index lists."""
+    if index.stat().st_size > MOST_HEADER:
+        raise _damaged(index, f"it has more than {MOST_HEADER:,} bytes")
+    weight_map = _parse(index, index.read_bytes(), "text").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise PretrainedError(f"{index} has no weight_map.", fix="download it again.")
+    problems: list[Problem] = []
+    names = dict.fromkeys(weight_map.values()) if all(isinstance(name, str) for name in weight_map.values()) else {}
+    if not names:
+        wrong = next(name for name, file in weight_map.items() if not isinstance(file, str))
+        problems.append(Problem(printable(wrong, 200), [f"its file is {short_repr(weight_map[wrong])}."], path=wrong))
+    headers: dict[str, dict[str, Tensor]] = {}
+    metadata: dict[str, str] = {}
+    for name in names:
+        users = [tensor for tensor, file in weight_map.items() if file == name]
+        if not _is_plain(name):
+            problems.append(Problem(printable(name, 200), ["a shard must lie in the folder itself.", f"of {join_names(users, 3)}"]))
+        elif not (folder / name).is_file():
+            near = did_you_mean(name, sorted(path.name for path in folder.glob(f"*{SUFFIX}")))
+            problems.append(Problem(name, [f"this shard is missing; it has {join_names(users, 3)}."], near))
+        else:
+            headers[name], found = read_header(folder / name)
+            metadata = metadata or found
+    raise_problems(PretrainedError, f"{index} does not fit its folder", problems)
+    raise_problems(PretrainedError, f"{index} does not fit its shards", _index_problems(weight_map, headers))
+    return WeightFiles(folder, {name: headers[file][name] for name, file in weight_map.items()}, metadata)
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and not any(letter in name for letter in "/\\\0:")
+
+
+def _index_problems(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]) -> list[Problem]:
+    """Tensors that are not where the index says, or in two shards, or not in the index."""
+    homes: dict[str, list[str]] = {}
+    for file, tensors in headers.items():
+        for name in tensors:
+            homes.setdefault(name, []).append(file)
+    problems = []
+    for name in dict.fromkeys([*weight_map, *homes]):
+        files, listed = homes.get(name, []), weight_map.get(name)
+        if len(files) > 1:
+            problems.append(Problem(printable(name, 200), [f"is in {len(files)} shards: {', '.join(files)}."], path=name))
+        elif listed is None:
+            problems.append(Problem(printable(name, 200), [f"is in {files[0]}, and not in the index."], path=name))
+        elif files != [listed]:
+            where = f"it is in {files[0]}." if files else "no shard has it."
+            problems.append(Problem(printable(name, 200), [f"is not in {listed}, which the index says; {where}"], path=name))
+    return problems
+
+
+# boxes -----------------------------------------------------------------------------------------------------------------
+
+Box = tuple[tuple[int, int], ...]  # a begin and an end for each dim
+SHORT_RUN = 128  # bytes: shorter runs are read with what lies between them
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The sizes of a box."""
+    return tuple(end - begin for begin, end in box)
+
+
+def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
+    """Read a box of a tensor into `out`, a contiguous array of its shape, in runs of contiguous bytes; returns how many were read.
+
+    Raises:
+      PretrainedError: the file has ended: it was changed since its header was read.
+    """
+    if out.size == 0:
+        return 0
+    full = next((dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0)  # dims from here on are read whole
+    inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
+    if full > 1:
+        run = (box[full - 1][1] - box[full - 1][0]) * inner
+        if run < min(SHORT_RUN, tensor.shape[full - 1] * inner):  # too short: with the entire dim
+            wide: Box = (*box[: full - 1], (0, tensor.shape[full - 1]), *box[full:])
+            scratch = np.empty(box_shape(wide), out.dtype)
+            count = read_box(descriptor, tensor, wide, scratch)
+            out[...] = scratch[(slice(None),) * (full - 1) + (slice(*box[full - 1]),)]
+            return count
+    flat = memoryview(out.reshape(-1).view(np.uint8))
+    strides = [math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
+    starts = np.zeros(1, np.int64)
+    for dim in range(max(full - 1, 0)):
+        starts = np.add.outer(starts, np.arange(*box[dim], dtype=np.int64) * strides[dim]).reshape(-1)
+    first = tensor.offset + (box[full - 1][0] * strides[full - 1] if full else 0)
+    run = len(flat) // len(starts)
+    for number, start in enumerate(starts.tolist()):
+        _read_all(descriptor, tensor, flat[number * run : (number + 1) * run], first + start)
+    return len(flat)
+
+
+def _read_all(descriptor: int, tensor: Tensor, into: memoryview, offset: int) -> None:
+    """`len(into)` bytes from `offset` on."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done : done + (1 << 30)]], offset + done)
+        if count == 0:
+            raise _damaged(tensor.file, f"it ended while {tensor} was read; has it been changed?")
+        done += count
+
+
+def header_bytes(tensors: Iterable[tuple[str, np.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file with these tensors, padded to 8 bytes; and the offset of each in the file."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at, offsets = 0, {}
+    for name, dtype, shape in tensors:
+        size = math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        offsets[name] = at
+        at += size
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + offset for name, offset in offsets.items()}
+
+
+def write_file(file: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
+    """Write one file of arrays that are on the host; small ones first would not be aligned, so the largest items come first.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     write_file(Path(folder) / "a.safetensors", {"w": np.ones((2, 3), np.float32)})
+      ...     print(read_header(Path(folder) / "a.safetensors")[0]["w"])
+      w float32[2, 3]
+    """
+    ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
+    header, _ = header_bytes([(name, array.dtype, array.shape) for name, array in ordered.items()], metadata or {"format": "pt"})
+    with file.open("wb") as opened:
+        opened.write(header)
+        for array in ordered.values():
+            opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
