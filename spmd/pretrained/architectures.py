@@ -24,7 +24,9 @@ def find(config: Mapping[str, Any], where: str = "config.json") -> tuple[Factory
     if not isinstance(kind, str):
         raise PretrainedError(f"{where} has no model_type.", fix="model= and name_map=, for a model of your own.")
     if kind not in ARCHITECTURES:
-        named = f' (architectures: {", ".join(map(str, names))})' if isinstance(names := config.get("architectures"), list) and names else ""
+        named = (
+            f" (architectures: {', '.join(map(str, names))})" if isinstance(names := config.get("architectures"), list) and names else ""
+        )
         fix = f"{did_you_mean(kind, ARCHITECTURES)} A model of your own: model= and name_map=."
         raise PretrainedError(f'{where}: unknown model_type "{kind}"{named}; known: {", ".join(ARCHITECTURES) or "none"}.', fix=fix)
     return ARCHITECTURES[kind](config)

@@ -218,9 +218,7 @@ class _Reader(Tables):
             self.problem(where, "several are joined, along which dim is not said.", "concat = 0, a dim of the one.", line)
         elif concat is not None and len(file) == len(model) == 1:
             self.problem(where, "concat, but nothing is joined.", "leave it out, or a list in file or model.", line)
-        return TensorRule(
-            file, model, self.dims(item, where, line), concat, item.get("tied", False), item.get("optional", False), line
-        )
+        return TensorRule(file, model, self.dims(item, where, line), concat, item.get("tied", False), item.get("optional", False), line)
 
     def dims(self, item: dict[str, Any], where: str, line: int | None) -> Dims | None:
         if item.get("transpose") and "dims" in item:
@@ -262,7 +260,10 @@ def compiled(pattern: str) -> re.Pattern[str]:
     {'layer': '10', 'part': 'up'}
     """
     parts = re.split(r"\{(\w+)\}", pattern)
-    regex = [re.escape(part) if at % 2 == 0 else rf"(?P<{part}>{'0|[1-9][0-9]*' if part == LAYER else '[^./]+'})" for at, part in enumerate(parts)]
+    regex = [
+        re.escape(part) if at % 2 == 0 else rf"(?P<{part}>{'0|[1-9][0-9]*' if part == LAYER else '[^./]+'})"
+        for at, part in enumerate(parts)
+    ]
     return re.compile("".join(regex))
 
 

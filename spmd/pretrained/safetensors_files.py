@@ -258,7 +258,9 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
     """
     if out.size == 0:
         return 0
-    full = next((dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0)  # dims from here on are read whole
+    full = next(
+        (dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0
+    )  # dims from here on are read whole
     inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
     if full > 1:
         run = (box[full - 1][1] - box[full - 1][0]) * inner
