@@ -77,6 +77,7 @@ def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any],
     changes = [f"{name} was {options.get(name)}, is {new_options.get(name)}" for name in names]
     changes += ["the layout has changed"] if layout != meta["layout"] else []
     changes += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unhashed else []
+    trainer.placed.release()  # so that the restored state finds their memory free
     state, comm_changes = trainer.load(store, step)
     if changed_data:
         changes += [f"{name} of the data have changed" for name in problems]

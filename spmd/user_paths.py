@@ -62,6 +62,13 @@ def explain_os_error(path: Path, error: OSError) -> str:
     return blocking_file(path.parent if overwritten else path) or error.strerror or str(error)
 
 
+def check_free(target: Path, error: type[SpmdError]) -> None:
+    """Raise an `error` unless a folder can be made there: nothing is in the way, and it is not there or empty."""
+    why = blocking_file(target) or (f"{target} is not empty" if os.path.isdir(target) and any(target.iterdir()) else None)
+    if why is not None:
+        raise error(f"{why}.", fix="another folder, or remove this one.")
+
+
 def blocking_file(path: Path) -> str | None:
     """The file or broken link that keeps `path` from being a folder, as text; None if there is none."""
     path = Path(os.path.abspath(path))

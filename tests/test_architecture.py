@@ -30,7 +30,7 @@ LEVELS = [
     {"train", "data", "distributed"},
     {"planner", "run"},
     # callbacks, loggers, losses and metrics only give rooms below a public name
-    {"api.py", "resume.py", "trainer.py", "sweeps", "inference", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
+    {"api.py", "resume.py", "trainer.py", "sweeps", "inference", "pretrained", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]

@@ -10,10 +10,9 @@ import pytest
 
 import spmd
 from spmd.errors import CheckpointError, ExportError, OptionError
-from spmd.inference.exporter import _check_free
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.loggers import JsonLines, TensorBoard
-from spmd.user_paths import blocking_file, write_text
+from spmd.user_paths import blocking_file, check_free, write_text
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ def test_json_lines_refuse_a_folder_in_the_place_of_their_file(here):
 @pytest.mark.parametrize("path", [path for path in BAD if "is a" in BAD[path]])
 def test_export_refuses_a_folder_before_it_works(path, here):
     with pytest.raises(ExportError, match=rf"^{BAD[path]}\.\n    fix: another folder"):
-        _check_free(here / path)
+        check_free(here / path, ExportError)
 
 
 def test_files_that_reports_are_saved_to_are_refused_the_same_way():

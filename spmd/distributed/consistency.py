@@ -7,11 +7,13 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 from spmd.distributed import coordination
-from spmd.errors import ClusterError, RendezvousTimeout, printable
+from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
+Result = TypeVar("Result")
 MAX_SHOWN = 8  # differences in an error
 EXTRA_SECONDS = 10.0  # the others wait this much longer than process 0, which knows who is missing
 
@@ -68,6 +70,22 @@ def first_nonempty(text: str, timeout: float = 1800.0) -> str:
         return next((each for each in [coordination.get(f"{path}/{other}", timeout) for other in range(size)] if each), "")
     except TimeoutError as error:
         raise RendezvousTimeout(f"a process did not arrive within {timeout:g} s: {error}.", fix="the log of that process.") from None
+
+
+def raise_everywhere(action: Callable[[], Result], error: type[SpmdError], failure: str) -> Result:
+    """Call a function in all processes; if it fails in one, raise an `error` in all: its text, or `failure` and the system's message."""
+    result, raised = None, None
+    try:
+        result = action()
+    except (SpmdError, OSError) as cause:
+        raised = cause
+    text = "" if raised is None else str(raised) if isinstance(raised, SpmdError) else f"{failure}: {raised}"
+    first_error = first_nonempty(text)
+    if isinstance(raised, error) and str(raised) == first_error:
+        raise raised
+    if first_error:
+        raise error(first_error) from raised
+    return cast(Result, result)
 
 
 def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:

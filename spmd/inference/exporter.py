@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.export
 
-from spmd.distributed.consistency import first_nonempty
+from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first_line, import_extra
 from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
 from spmd.inference.weights import Stored, Writer, dequantize, quantize, should_quantize, stored_shape
@@ -23,11 +23,12 @@ from spmd.run.manifest import write_manifest
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten, format_bytes, map_paths
-from spmd.user_paths import as_path, blocking_file, make_folder
+from spmd.user_paths import as_path, check_free, make_folder
 
 FORMAT = 1
 PROGRAM, WEIGHTS, ABOUT = "program.bin", "weights.npz", "model.json"
 KINDS = ("exact", "int8")
+WHAT = "the model could not be written"
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -111,7 +112,7 @@ def export(
         raise OptionError(f"batch={batch!r}.", fix="a positive number of rows, or None for any number.")
     chosen, target = _platforms(platforms), as_path(folder, "folder").absolute()
     import_extra("flatbuffers", "export")
-    _raise_everywhere(lambda: _check_free(target) if jax.process_index() == 0 else None)
+    raise_everywhere(lambda: check_free(target, ExportError) if jax.process_index() == 0 else None, ExportError, WHAT)
     forward = forward_of(trainer, state, inputs)
     int8 = {path for path, leaf in forward.named if weights == "int8" and should_quantize(path, leaf, stacked=path in forward.stacked)}
     exported = _exported(forward, int8, chosen, batch)
@@ -199,26 +200,6 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _check_free(target: Path) -> None:
-    why = blocking_file(target) or (f"{target} is not empty" if os.path.isdir(target) and any(target.iterdir()) else None)
-    if why is not None:
-        raise ExportError(f"{why}.", fix="another folder, or remove this one.")
-
-
-def _raise_everywhere(action: Any) -> Any:
-    """Call a function; if it fails in one process, raise its error in all."""
-    result, error = None, None
-    try:
-        result = action()
-    except (SpmdError, OSError) as raised:
-        error = raised
-    text = "" if error is None else str(error) if isinstance(error, SpmdError) else f"the model could not be written: {error}"
-    first_error = first_nonempty(text)
-    if first_error:
-        raise ExportError(first_error) from error
-    return result
-
-
 def _write(
     target: Path, forward: Forward, int8: Collection[str], exported: jax.export.Exported, about: dict[str, Any]
 ) -> tuple[list[Stored], int]:
@@ -232,8 +213,11 @@ def _write(
             make_folder(working, ExportError)
         return Writer(working / WEIGHTS if writes else None)
 
+    def finish() -> str:
+        return _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else ""
+
     try:
-        with _raise_everywhere(begin) as writer:
+        with raise_everywhere(begin, ExportError, WHAT) as writer:
             for path, leaf in forward.named:
                 values = to_host(leaf)  # in all processes, even after one has failed, since this is collective
                 try:
@@ -241,7 +225,7 @@ def _write(
                         arrays.append(writer.add(path, values, int8=path in int8, stacked=path in forward.stacked))
                 except (OSError, SpmdError) as error:
                     failed.append(error)
-        size = _raise_everywhere(lambda: _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else "")
+        size = raise_everywhere(finish, ExportError, WHAT)
     finally:
         if writes:
             shutil.rmtree(working, ignore_errors=True)
@@ -256,7 +240,7 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
     (working / PROGRAM).write_bytes(exported.serialize())
     (working / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
     write_manifest(working)
-    _check_free(target)
+    check_free(target, ExportError)
     working.rename(target)  # replaces an empty folder
     return str((target / WEIGHTS).stat().st_size)
 

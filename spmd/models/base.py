@@ -65,6 +65,15 @@ class Model(abc.ABC):
         """The arrays of a model that was passed with arrays; None for one that is built later. Called outside of traces."""
         return None
 
+    @property
+    def handed_over(self) -> bool:
+        """Whether the arrays of `concrete` may be used and consumed, not only copied."""
+        return False
+
+    def release(self) -> None:
+        """Delete the arrays of a model that was handed over; it cannot be called from here on."""
+        return
+
     @abc.abstractmethod
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         """All arrays, under a trace; `run` calls the loss with a stand-in for the model, for one that needs data."""

@@ -1,11 +1,13 @@
 """Flax nnx modules: split once, carried as plain dicts, merged inside the compiled step."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from spmd.errors import ModelError
 from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, remat_policies, trace_abstractly
@@ -13,6 +15,13 @@ from spmd.models.blocks import BlockCalls
 from spmd.models.nnx_blocks import call_block
 from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
+
+HANDED_OVER: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()  # by id: a module may define its own hash
+
+
+def hand_over(module: nnx.Module) -> None:
+    """Let the next run use the arrays of a module themselves, where others are copied; the module cannot be used after that."""
+    HANDED_OVER[id(module)] = module
 
 
 class NnxModel(Model):
@@ -25,12 +34,31 @@ class NnxModel(Model):
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
         self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
-        self._given = concrete is not None
+        self._given = concrete
         self._concrete = None if concrete is None else self._split(concrete)
+        self._check_alive()
 
     @property
     def concrete(self) -> Variables | None:
+        self._check_alive()
         return self._concrete
+
+    def _check_alive(self) -> None:
+        leaves = jax.tree.leaves(self._concrete)
+        if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves):
+            raise ModelError(CONSUMED, fix=CONSUMED_FIX)
+
+    @property
+    def handed_over(self) -> bool:
+        return self._given is not None and HANDED_OVER.get(id(self._given)) is self._given
+
+    def release(self) -> None:
+        if self._given is None or not self.handed_over:
+            return
+        for leaf in jax.tree.leaves(self._concrete):
+            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                leaf.delete()
+        self._given.__class__ = _consumed(type(self._given))
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         del key, run
@@ -63,12 +91,12 @@ class NnxModel(Model):
     def notes(self) -> list[str]:
         if len(self._frozen) == 0:
             return []
-        undo = " If .eval() set that, call model.train() first." if self._given else ""
+        undo = " If .eval() set that, call model.train() first." if self._given is not None else ""
         more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
         return [f"note: batch statistics are frozen, by use_running_average=True: {self._frozen[0]}{more}.{undo}"]
 
     def _split(self, module: nnx.Module) -> Variables:
-        self._frozen = _frozen(module, given=self._given)
+        self._frozen = _frozen(module, given=self._given is not None)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
         self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
         params, rngs, stats = map(nnx.to_pure_dict, (params, rngs, stats))
@@ -173,6 +201,19 @@ def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], N
             RECOMPUTED.reset(token)
 
     return _subclass(kind, "Remat", __call__)
+
+
+CONSUMED = "the arrays of this model were handed over to a run, as those of spmd.pretrained.load are."
+CONSUMED_FIX = "result.model of that run; or load it once more."
+
+
+def _consumed(kind: type) -> type:
+    """A subclass of an nnx module whose call says that its arrays are gone."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ModelError(CONSUMED, fix=CONSUMED_FIX)
+
+    return _subclass(kind, "Consumed", __call__)
 
 
 def _as_block(kind: type, path: str, blocks: BlockCalls) -> type:

@@ -1,1 +1,11 @@
-"""Weights of others: folders of safetensors files, read to where a layout keeps them, and written again."""
+"""Weights of others: folders of safetensors files, read to where a layout keeps them, and written again.
+
+Example:
+  >>> import spmd
+  >>> spmd.pretrained.load.__name__
+  'load'
+"""
+
+from spmd.pretrained.folders import load, save
+
+__all__ = ["load", "save"]

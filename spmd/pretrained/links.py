@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd.pretrained.name_map import Dims
-from spmd.pretrained.safetensors_files import Box, Tensor, box_shape
+from spmd.pretrained.safetensors_files import Box, Tensor, box_shape, relative
 
 TILE = (512, 32)  # elements per dim that are transposed at a time; several times faster than the entire matrix, which misses caches
 
@@ -83,7 +83,7 @@ class Link:
 
     def request(self, box: Box) -> "Request":
         """What to read for a box of the array that lies inside of this link's."""
-        local = tuple((begin - first, end - first) for (begin, end), (first, _) in zip(box, self.array_box, strict=True))[self.stacked :]
+        local = relative(box, self.array_box)[self.stacked :]
         sizes = self.factors.sizes
         ranges = [(0, size) for size in sizes]
         trim = []
@@ -99,6 +99,12 @@ class Link:
             begin, end = ranges[group[0]]
             tensor_box.append((first + begin * inner, first + end * inner))
         return Request(self, tuple(tensor_box), tuple(ranges), tuple(trim))
+
+    def as_tensor(self, values: np.ndarray) -> np.ndarray:
+        """A view of the values of this link's entire box of the array, without the layers' dim, shaped as the box of the tensor."""
+        order = [factor for group in self.factors.array for factor in group]
+        split = values.reshape([self.factors.sizes[factor] for factor in order])
+        return split.transpose(np.argsort(np.array(order, int))).reshape(box_shape(self.tensor_box))
 
     def parts(self, box: Box, most: int) -> list[Box]:
         """A box of the array in parts, each of which reads about `most` bytes of contiguous rows of the tensor."""

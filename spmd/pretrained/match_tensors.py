@@ -133,8 +133,9 @@ class _Matcher:
         try:
             links = _links(rule, tensors, places, shapes)
         except ValueError as error:
-            why = [f"{' and '.join(map(_show, tensors))}" + (f", {rule.transform}," if rule.transform else ""),
-                   f"is not {' and '.join(f'{place.path} {list(shape)}' for place, shape in zip(places, shapes, strict=True))}: {error}."]  # fmt: skip
+            in_model = " and ".join(f"{place.path} {list(shape)}" for place, shape in zip(places, shapes, strict=True))
+            how = f", {rule.transform}," if rule.transform else ""
+            why = [f"{' and '.join(map(_show, tensors))}{how} is not {in_model}: {error}."]
             self._problem(rule, tensors[0].name, why, kind="wrong_shape")
             self._explained.update(places)
             return

@@ -233,8 +233,8 @@ class _Reader(Tables):
 
     def patterns(self, item: dict[str, Any], key: str, where: str, line: int | None) -> tuple[str, ...]:
         """The patterns of a key; of a wrong value a problem, and one that matches nothing."""
-        value = item.get(key)
-        several = tuple(value) if isinstance(value, list) else (value,)
+        value: Any = item.get(key)
+        several: tuple[Any, ...] = tuple(value) if isinstance(value, list) else (value,)
         if not several or not all(isinstance(pattern, str) and pattern for pattern in several):
             why = f"{key} {as_toml(value)} is not a name." if key in item else f"has no {key}."
             self.problem(where, why, f"such as  {key} = {as_toml(EXAMPLES[key])}.", line)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import PretrainedError, Problem, did_you_mean, join_names, printable, raise_problems, short_repr
@@ -23,13 +23,13 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
     **{f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}") for letter in "UI" for size in (1, 2, 4, 8)},
     "F16": np.dtype("f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype("f4"),
     "F64": np.dtype("f8"),
     "C64": np.dtype("c8"),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -250,6 +250,36 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in box)
 
 
+def intersection(one: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None if it is nothing. The box of a scalar is ()."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return None if any(begin >= end for begin, end in both) else both
+
+
+def relative(box: Box, to: Box) -> Box:
+    """A box as the box `to`, in which it lies, counts."""
+    return tuple((begin - first, end - first) for (begin, end), (first, _) in zip(box, to, strict=True))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index of an array."""
+    return tuple(slice(*one) for one in box)
+
+
+def first_whole_dim(tensor: Tensor, box: Box) -> int:
+    """The dim from which on a box has all of each dim."""
+    return next((dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0)
+
+
+def has_short_runs(tensor: Tensor, box: Box) -> bool:
+    """Whether the contiguous runs of a box are so short that it is better to read what lies between them."""
+    whole = first_whole_dim(tensor, box)
+    if whole < 2:
+        return False
+    inner = math.prod(tensor.shape[whole:]) * tensor.dtype.itemsize
+    return (box[whole - 1][1] - box[whole - 1][0]) * inner < SHORT_RUN
+
+
 def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
     """Read a box of a tensor into `out`, a contiguous array of its shape, in runs of contiguous bytes; returns how many were read.
 
@@ -258,24 +288,19 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
     """
     if out.size == 0:
         return 0
-    full = next(
-        (dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0
-    )  # dims from here on are read whole
-    inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
-    if full > 1:
-        run = (box[full - 1][1] - box[full - 1][0]) * inner
-        if run < min(SHORT_RUN, tensor.shape[full - 1] * inner):  # too short: with the entire dim
-            wide: Box = (*box[: full - 1], (0, tensor.shape[full - 1]), *box[full:])
-            scratch = np.empty(box_shape(wide), out.dtype)
-            count = read_box(descriptor, tensor, wide, scratch)
-            out[...] = scratch[(slice(None),) * (full - 1) + (slice(*box[full - 1]),)]
-            return count
-    flat = memoryview(out.reshape(-1).view(np.uint8))
+    whole = first_whole_dim(tensor, box)
+    if has_short_runs(tensor, box):
+        wide: Box = (*box[: whole - 1], (0, tensor.shape[whole - 1]), *box[whole:])
+        scratch = np.empty(box_shape(wide), out.dtype)
+        count = read_box(descriptor, tensor, wide, scratch)
+        out[...] = scratch[(slice(None),) * (whole - 1) + (slice(*box[whole - 1]),)]
+        return count
+    flat = out.reshape(-1).view(np.uint8).data
     strides = [math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
     starts = np.zeros(1, np.int64)
-    for dim in range(max(full - 1, 0)):
+    for dim in range(max(whole - 1, 0)):
         starts = np.add.outer(starts, np.arange(*box[dim], dtype=np.int64) * strides[dim]).reshape(-1)
-    first = tensor.offset + (box[full - 1][0] * strides[full - 1] if full else 0)
+    first = tensor.offset + (box[whole - 1][0] * strides[whole - 1] if whole else 0)
     run = len(flat) // len(starts)
     for number, start in enumerate(starts.tolist()):
         _read_all(descriptor, tensor, flat[number * run : (number + 1) * run], first + start)

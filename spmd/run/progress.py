@@ -27,7 +27,7 @@ class NoProgress:
     def _do_nothing(self, *args: Any) -> None:
         """Ignore the call."""
 
-    start = due = update = say = close = _do_nothing
+    start = due = update = show = say = close = _do_nothing
 
 
 class Progress:
@@ -38,8 +38,9 @@ class Progress:
         self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
         self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
 
-    def start(self, step: int, total: int | None) -> None:
-        """Begin at `step` of `total` (None: unknown)."""
+    def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
+        """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update."""
+        del doing
         self._since, self._total = time.monotonic(), total
 
     def due(self) -> bool:
@@ -60,6 +61,11 @@ class Progress:
             self._losses = dict(list(self._losses.items())[::2])
         curve = [spark(list(self._losses.values()))] if len(self._losses) > 1 else []
         self._draw(step, [f"epoch {epoch + 1}", *numbers, f"{self._rate:,.0f} samples/s", *_memory(), *curve])
+
+    def show(self, step: int, parts: Sequence[str]) -> None:
+        """Redraw with other texts than those of a training step."""
+        self._next = time.monotonic() + self._period
+        self._draw(step, parts)
 
     def _draw(self, step: int, parts: Sequence[str]) -> None:
         """Each kind of progress draws its own way."""
@@ -104,10 +110,10 @@ class Bar(Progress):
         ]
         self._bar = progress.Progress(*columns, console=console, auto_refresh=False)
 
-    def start(self, step: int, total: int | None) -> None:
+    def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
         """Draw the bar at `step` of `total` (None: unknown)."""
         super().start(step, total)
-        self._task = self._bar.add_task("", total=total, completed=step, text="compiling")
+        self._task = self._bar.add_task("", total=total, completed=step, text=doing)
         self._begin()
 
     def _draw(self, step: int, parts: Sequence[str]) -> None:

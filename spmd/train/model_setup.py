@@ -48,6 +48,7 @@ from spmd.train.state import (
     opening_per_worker,
     place_copy,
     state_shardings,
+    take,
 )
 from spmd.tree import Tree, flatten
 from spmd.wire.server.events import Events
@@ -290,9 +291,16 @@ class PlacedModel:
         """A new state, made in place on the mesh."""
         given = self.model.concrete
         if given is not None:
-            return copy_state(given, self.opening, self.config.seed, self.shardings, self.exchange.init)
+            place = take if self._given.handed_over else place_copy
+            state = copy_state(given, self.opening, self.config.seed, self.shardings, self.exchange.init, place)
+            self.release()
+            return state
         with nnx.use_eager_sharding(False):
             return self._opener()
+
+    def release(self) -> None:
+        """Free the arrays of a model that was handed over, which are in a state now or are not needed."""
+        self._given.release()
 
     def begin(self, params: Tree, stats: Tree) -> State:
         """A new state of these parameters and statistics, which are on the mesh already and are consumed."""

@@ -137,10 +137,16 @@ def replicated_moments(abstract: State, resolved: Resolved) -> list[str]:
     return [path for path, leaf in replicated.items() if owner_of(path, leaf, resolved) is None]
 
 
-def copy_state(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
-    """The state at step 0 of a model that was given with its arrays: they are copied, never donated."""
+def copy_state(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory, place: Callable[..., jax.Array]) -> State:
+    """The state at step 0 of a model that was given with its arrays: copied by `place_copy`, or used by `take`."""
     with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
-    return donate_to_state(jax.tree.map(place_copy, given, with_shardings), opening, seed, shardings, memory)
+    return donate_to_state(jax.tree.map(place, given, with_shardings), opening, seed, shardings, memory)
+
+
+def take(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of the caller's that is given up: itself if it lies so already, or else a copy."""
+    placed = isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return leaf if placed else place_copy(leaf, sharding)
 
 
 def donate_to_state(variables: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:

@@ -1,0 +1,332 @@
+"""`load` and `save`: a folder of weights becomes a model whose arrays lie where a layout keeps them, and the inverse."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from spmd.distributed.consistency import raise_everywhere
+from spmd.errors import ModelError, OptionError, PretrainedError, did_you_mean, short_repr, type_name
+from spmd.layout.check import fit_layout
+from spmd.layout.schema import Layout
+from spmd.layout.unused_axes import unused_axes, without_axes
+from spmd.mesh import MeshSpec, make_mesh
+from spmd.models.base import Variables, trace_abstractly
+from spmd.models.flax_nnx import NnxModel, hand_over
+from spmd.models.wrap import wrap
+from spmd.pretrained.architectures import find
+from spmd.pretrained.links import Link
+from spmd.pretrained.match_tensors import match_tensors
+from spmd.pretrained.name_map import NameMap
+from spmd.pretrained.read_weights import ReadReport, read_arrays
+from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Tensor, WeightFiles, open_files
+from spmd.pretrained.write_weights import write_folder
+from spmd.run.progress import NoProgress, make_progress
+from spmd.specs import pspec
+from spmd.tree import Tree, flatten, map_paths, parse_bytes
+from spmd.user_paths import as_path
+
+CONFIG = "config.json"
+ORIGIN = "pretrained_origin"  # the attribute of a module that says where its weights are from; it stays with `result.model`
+AS_FILE = "file"
+BESIDE = ("*.json", "*.txt", "*.model", "*.jinja")  # files of a folder that are copied: its config, and its tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a model's weights were read: enough to write them as they were.
+
+    Attributes:
+      files: the tensors of the folder, with their dtypes.
+      name_map: which of them is which array.
+      report: what this process has read; None if nothing was.
+    """
+
+    files: WeightFiles
+    name_map: NameMap
+    report: ReadReport | None = None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder.
+
+    Raises:
+      PretrainedError: there is none, or it is not a JSON object.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PretrainedError(f"{path} cannot be read: {error.strerror}.", fix="model= and name_map=, for a folder without one.") from error
+    except ValueError as error:
+        raise PretrainedError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise PretrainedError(f"{path} is not a JSON object but {short_repr(config)}.")
+    return config
+
+
+def load(
+    folder: str | Path,
+    *,
+    model: Callable[[], nnx.Module] | nnx.Module | None = None,
+    name_map: str | Path | NameMap | None = None,
+    mesh: Any = None,
+    layout: str | Path | Layout | None = None,
+    dtype: str = "float32",
+    progress: bool | str = "auto",
+) -> nnx.Module:
+    """A model with the weights of a folder of safetensors files, each read straight to the devices that keep it.
+
+    Each process reads only the bytes that its devices keep. All processes call this.
+
+    Args:
+      folder: has `model.safetensors`, or `model.safetensors.index.json` and its shards, and a config.json.
+      model: a function without arguments that builds an `nnx.Module`, for one of your own; by default config.json decides.
+      name_map: a TOML file that says which tensor is which array; by default the one of the config's `model_type`.
+      mesh: "data=4,model=2", a dict, or a jax `Mesh`; None: the layout's own mesh, or one device if there is no layout.
+      layout: as for `fit`; None: "data_parallel" if there is a mesh.
+      dtype: of floating-point parameters; "file": as the files have them.
+      progress: True, False, or "auto" (in a terminal or a notebook).
+
+    Returns:
+      The module, its arrays laid out by the layout. It is handed over: `fit` uses its arrays themselves, without a copy, and the module
+      cannot be used after that; `result.model` can.
+
+    Raises:
+      PretrainedError: a damaged or missing file; a name map that does not fit the files and the model: all misfits at once.
+      LayoutError: the layout does not fit the model on this mesh.
+
+    Example:
+      >>> import tempfile
+      >>> from spmd.pretrained.name_map import NameMap
+      >>> from spmd.pretrained.safetensors_files import write_file
+      >>> names = NameMap.loads('[[tensors]]\\nfile = "weight"\\nmodel = "kernel"\\ntranspose = true')
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     write_file(Path(folder) / "model.safetensors", {"weight": np.ones((2, 3), np.float32)})
+      ...     model = load(folder, model=lambda: nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0)), name_map=names)
+      >>> model(jnp.ones((1, 3))).tolist()
+      [[3.0, 3.0]]
+    """
+    path = as_path(folder, "folder")
+    display = _progress(progress)
+    factory, chosen_map = _choose(path, model, name_map)
+    built = wrap(factory)
+    if not isinstance(built, NnxModel):
+        raise ModelError(f"model={short_repr(model)} is no nnx module.", fix="a function that returns an nnx.Module.")
+    abstract = trace_abstractly(lambda: built.init(None, _no_call), "the model")
+    params, rest = flatten(abstract.params), Variables({}, abstract.stats, abstract.rngs)
+    shardings, replicated = _shardings(built, params, mesh, layout)
+    arrays = {**params, **flatten(abstract.stats)}
+
+    def read() -> tuple[dict[str, jax.Array], Origin]:
+        files = open_files(path)
+        links = match_tensors(chosen_map, files.tensors, arrays, params, str(path))
+        dtypes = _dtypes(dtype, links, arrays)
+        targets = {
+            name: jax.ShapeDtypeStruct(arrays[name].shape, dtypes[name], sharding=shardings.get(name, replicated))
+            for name in {link.path: None for link in links}
+        }
+        values, report = read_arrays(links, targets, display)
+        return values, Origin(dataclasses.replace(files, where=path.absolute()), chosen_map, report)
+
+    try:
+        values, origin = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
+    finally:
+        display.close()
+    logging.getLogger("spmd").info("%s: %s", path, origin.report)
+    others = _made_by_the_model(built, rest, replicated)
+    stats = map_paths(lambda name, leaf: values.get(name, leaf), others.stats)
+    module = built.rebuild(Variables(map_paths(lambda name, _: values[name], abstract.params), stats, others.rngs))
+    setattr(module, ORIGIN, origin)
+    hand_over(module)
+    return module
+
+
+def _progress(wanted: bool | str) -> Any:
+    display = make_progress(wanted)
+    return display if jax.process_index() == 0 else NoProgress()
+
+
+def _no_call(model: Any) -> None:
+    """An nnx module shows its shapes without being called."""
+
+
+def _choose(path: Path, model: Any, name_map: Any) -> tuple[Any, NameMap]:
+    """The model and the name map: those given, or those of the folder's config."""
+    chosen = None if name_map is None else NameMap.load(name_map)
+    if model is not None and chosen is not None:
+        return model, chosen
+    if not path.is_dir():
+        raise PretrainedError(f"there is no folder {path}.", fix="check the path; a model's name must be downloaded to a folder first.")
+    factory, found = find(read_config(path), str(path / CONFIG))
+    return model if model is not None else factory, chosen if chosen is not None else found
+
+
+def _shardings(model: NnxModel, params: Mapping[str, Any], mesh: Any, layout: Any) -> tuple[dict[str, Sharding], Sharding]:
+    """Where each parameter lies, as `fit` lays it out, and where everything else does."""
+    if mesh is None and layout is None:
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        return dict.fromkeys(params, one), one
+    chosen = Layout.load(layout if layout is not None else "data_parallel")
+    on = make_mesh(mesh if mesh is not None else dict(chosen.mesh) or None)
+    spec, names = MeshSpec.parse(on), model.names(None, _no_call)
+    resolved = fit_layout(without_axes(chosen, unused_axes(chosen, spec)), params, names, spec, model.stacks())
+    placed: dict[str, Sharding] = {path: NamedSharding(on, pspec(place.spec)) for path, place in resolved.placements.items()}
+    return placed, NamedSharding(on, PartitionSpec())
+
+
+def _dtypes(dtype: str, links: list[Link], arrays: Mapping[str, Any]) -> dict[str, np.dtype]:
+    """The dtype of each array that is read."""
+    asked = _as_dtype(dtype) if dtype != AS_FILE else None
+    dtypes: dict[str, np.dtype] = {}
+    for link in links:
+        kept, stored = arrays[link.path].dtype, link.tensor.dtype
+        if not (jnp.issubdtype(kept, jnp.floating) and jnp.issubdtype(stored, jnp.floating)):
+            dtypes[link.path] = kept
+        elif asked is None and dtypes.get(link.path, stored) != stored:
+            why = f"{link.path} is read from tensors of {dtypes[link.path]} and of {stored}."
+            raise PretrainedError(why, fix='dtype="float32", or another than "file".')
+        else:
+            dtypes[link.path] = stored if asked is None else asked
+    return dtypes
+
+
+def _as_dtype(dtype: Any) -> np.dtype:
+    known = ("float32", "bfloat16", "float16", "float64", AS_FILE)
+    if dtype not in known[:-1]:
+        raise OptionError(f"dtype={short_repr(dtype)}.", fix=did_you_mean(str(dtype), known))
+    if dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        raise OptionError('dtype="float64", which JAX does not have unless jax_enable_x64 is set.', fix='dtype="float32".')
+    return np.dtype(jnp.dtype(dtype))
+
+
+def _made_by_the_model(model: NnxModel, abstract: Variables, where: Sharding) -> Variables:
+    """Random streams and statistics as the model makes them; its parameters are not made."""
+    if not jax.tree.leaves(abstract):
+        return abstract
+
+    def make() -> Tree:
+        made = model.init(None, _no_call)
+        return made.stats, made.rngs
+
+    with nnx.use_eager_sharding(False):
+        stats, rngs = jax.jit(make, out_shardings=where)()
+    return Variables({}, stats, rngs)
+
+
+def save(
+    model: Any,
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    name_map: str | Path | NameMap | None = None,
+    max_shard: int | str = "5GB",
+    dtype: str | None = None,
+    progress: bool | str = "auto",
+) -> Path:
+    """Write a model as a folder of safetensors files, with the names, shapes and dtypes of the folder that it was loaded from.
+
+    The folder appears once it is complete. All processes call this; process 0 writes, one tensor at a time. Config and tokenizer
+    are copied.
+
+    Args:
+      model: a module of `load`, or what `fit` returned for one.
+      folder: is created; one that is not empty is an error.
+      like: a folder with the names, shapes and dtypes to write; None: the one that was loaded.
+      name_map: of `like`, if the model was not loaded; None: the one that was used, or that of the config of `like`.
+      max_shard: the bytes of one file, such as "5GB"; a larger tensor has a file of its own.
+      dtype: of floating-point tensors; None: as they were.
+
+    Returns:
+      The folder.
+
+    Raises:
+      PretrainedError: the folder is not empty or cannot be written, or the model does not fit the name map; nothing was written.
+    """
+    target, display = as_path(folder, "folder").absolute(), _progress(progress)
+    module = model if isinstance(model, nnx.Module) else getattr(model, "model", None)
+    if not isinstance(module, nnx.Module):
+        raise OptionError(
+            f"model={short_repr(model)} is {type_name(model)}.", fix="a module that spmd.pretrained.load gave, or a result of fit."
+        )
+    origin = _origin(module, like, name_map)
+    built = wrap(module)
+    concrete = built.concrete
+    arrays = {path: jnp.asarray(leaf) for path, leaf in flatten((concrete.params, concrete.stats)).items()} if concrete else {}
+    arrays = {path.partition("/")[2]: leaf for path, leaf in arrays.items()}
+    params = flatten(concrete.params) if concrete else {}
+    links = match_tensors(origin.name_map, origin.files.tensors, arrays, params, str(origin.files.where))
+    tensors = {tensor.name: tensor for link in links for tensor in _tensors(link)}
+    ordered = sorted(links, key=lambda link: list(tensors).index(link.tensor.name))
+    try:
+        write_folder(
+            target,
+            ordered,
+            arrays,
+            dtypes={name: _written_dtype(tensor, dtype) for name, tensor in tensors.items()},
+            metadata=origin.files.metadata or {"format": "pt"},
+            beside=_beside(origin.files.where, dtype),
+            max_shard=_bytes(max_shard),
+            display=display,
+        )
+    finally:
+        display.close()
+    return target
+
+
+def _tensors(link: Link) -> list[Tensor]:
+    return [link.tensor] if link.twin is None else [link.tensor, link.twin.tensor]
+
+
+def _written_dtype(tensor: Tensor, dtype: str | None) -> np.dtype:
+    floating = jnp.issubdtype(tensor.dtype, jnp.floating)
+    return _as_dtype(dtype) if dtype is not None and floating else tensor.dtype
+
+
+def _bytes(size: int | str) -> int:
+    try:
+        count = parse_bytes(size)
+    except (ValueError, TypeError):
+        count = 0
+    if count < 1:
+        raise OptionError(f"max_shard={short_repr(size)}.", fix='a number of bytes, such as "5GB".')
+    return count
+
+
+def _origin(module: nnx.Module, like: Any, name_map: Any) -> Origin:
+    """The folder whose names are written."""
+    origin = getattr(module, ORIGIN, None)
+    if like is None:
+        if isinstance(origin, Origin):
+            return origin if name_map is None else dataclasses.replace(origin, name_map=NameMap.load(name_map))
+        why = "this model was not loaded by spmd.pretrained.load, so names and dtypes of its tensors are not known."
+        raise PretrainedError(why, fix="like=FOLDER, one with such weights.")
+    path = as_path(like, "like")
+    if name_map is not None:
+        chosen = NameMap.load(name_map)
+    else:
+        chosen = origin.name_map if isinstance(origin, Origin) else find(read_config(path), str(path / CONFIG))[1]
+    return Origin(open_files(path), chosen)
+
+
+def _beside(where: Path, dtype: str | None) -> dict[str, bytes]:
+    """Files beside the weights, by name; the config says the dtype of the tensors."""
+    folder = where.parent if where.suffix == SUFFIX else where
+    if not folder.is_dir():
+        why = f"{folder}, from which the weights were loaded, is not there any more; its config and tokenizer are to be copied."
+        raise PretrainedError(why, fix="like=FOLDER, a copy of it.")
+    paths = sorted(path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file() and not path.name.endswith(INDEX))
+    contents = {path.name: path.read_bytes() for path in paths}
+    if dtype is not None and CONFIG in contents:
+        config = json.loads(contents[CONFIG])
+        config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config}
+        contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return contents

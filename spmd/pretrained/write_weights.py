@@ -1,0 +1,249 @@
+"""Writes a model's arrays as tensors of sharded files, the inverse of `read_weights`.
+
+Process 0 writes all files. The shards of other processes come to it piece by piece through a collective, so that no file system that all
+hosts share is needed, and no page of a file is written by two hosts, which NFS does not keep apart.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.distributed.consistency import raise_everywhere
+from spmd.errors import PretrainedError
+from spmd.pretrained.links import Link, copy_into
+from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Box, Tensor, box_shape, header_bytes, intersection, relative, slices
+from spmd.user_paths import check_free, make_folder
+from spmd.xla import to_bits
+
+PIECE = 64 << 20  # bytes that are sent between processes at a time
+
+
+def write_folder(
+    folder: Path,
+    links: Sequence[Link],
+    arrays: Mapping[str, jax.Array],
+    *,
+    dtypes: Mapping[str, np.dtype],
+    metadata: Mapping[str, str],
+    beside: Mapping[str, bytes],
+    max_shard: int,
+    display: Any,
+) -> None:
+    """Write a folder, which appears once it is complete. All processes call this.
+
+    Args:
+      links: as they read these arrays, in the order of the tensors in the files.
+      dtypes: of each tensor in the files.
+      beside: contents of other files, by name.
+      max_shard: bytes of one file; a larger tensor has one of its own.
+
+    Raises:
+      PretrainedError: the folder is not empty, or cannot be written; in all processes.
+    """
+    working, writes, failure = (
+        folder.with_name(f".{folder.name}.{os.getpid()}.tmp"),
+        jax.process_index() == 0,
+        f"{folder} cannot be written",
+    )
+
+    def begin() -> None:
+        if writes:
+            check_free(folder, PretrainedError)
+            make_folder(working, PretrainedError)
+
+    def finish() -> None:
+        for error in failed:
+            raise error
+        if writes:
+            for name, contents in beside.items():
+                (working / name).write_bytes(contents)
+            check_free(folder, PretrainedError)
+            working.rename(folder)  # replaces an empty folder
+
+    raise_everywhere(begin, PretrainedError, failure)
+    failed: list[Exception] = []
+    try:
+        _write_shards(working if writes else None, links, arrays, dtypes, metadata, max_shard, display, failed)
+        raise_everywhere(finish, PretrainedError, failure)
+    finally:
+        if writes:
+            shutil.rmtree(working, ignore_errors=True)
+
+
+def _write_shards(
+    working: Path | None,
+    links: Sequence[Link],
+    arrays: Mapping[str, jax.Array],
+    dtypes: Mapping[str, np.dtype],
+    metadata: Mapping[str, str],
+    max_shard: int,
+    display: Any,
+    failed: list[Exception],
+) -> None:
+    """Write all tensors, in `working` if this process writes. After a failure the collectives continue, and nothing more is written."""
+    by_tensor: dict[str, list[Link]] = {}
+    for link in links:
+        for each in (link, link.twin) if link.twin is not None else (link,):
+            by_tensor.setdefault(each.tensor.name, []).append(each)
+    shards = split_shards({name: several[0].tensor for name, several in by_tensor.items()}, dtypes, max_shard)
+    names = [f"model{SUFFIX}"] if len(shards) == 1 else [f"model-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
+    sizes = {name: math.prod(several[0].tensor.shape) * dtypes[name].itemsize for name, several in by_tensor.items()}
+    gather, done = _Gather(), 0
+    display.start(0, sum(sizes.values()) >> 20, "writing")
+    for file, tensors in zip(names, shards, strict=True):
+        header, _ = header_bytes([(name, dtypes[name], by_tensor[name][0].tensor.shape) for name in tensors], metadata)
+        with _opened(None if working is None else working / file, header, failed) as write:
+            for name in tensors:
+                write(_values(by_tensor[name], dtypes[name], arrays, gather))
+                done += sizes[name]
+                if display.due():
+                    display.show(done >> 20, ["MiB", name])
+    if working is not None and len(shards) > 1:
+        weight_map = {name: file for file, tensors in zip(names, shards, strict=True) for name in tensors}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        try:
+            (working / f"model{INDEX}").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            failed.append(error)
+
+
+def split_shards(tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype], max_shard: int) -> list[list[str]]:
+    """The names of the tensors of each file, in order, wide dtypes first in each so that all are aligned."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        count = math.prod(tensor.shape) * dtypes[name].itemsize
+        if shards[-1] and size + count > max_shard:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += count
+    return [sorted(names, key=lambda name: -dtypes[name].itemsize) for names in shards]
+
+
+@contextlib.contextmanager
+def _opened(file: Path | None, header: bytes, failed: list[Exception]) -> Iterator[Any]:
+    """A function that writes the next tensor of a file; it collects errors, and does nothing without a file or after an error."""
+    if file is None or failed:
+        yield lambda values: None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(file.open("wb"))
+            opened.write(header)
+        except OSError as error:
+            failed.append(error)
+
+        def write(values: np.ndarray) -> None:
+            try:
+                if not failed:
+                    opened.write(values.reshape(-1).view(np.uint8).data)
+            except OSError as error:
+                failed.append(error)
+
+        yield write
+        try:
+            if not failed:
+                opened.flush()
+                os.fsync(opened.fileno())
+        except OSError as error:
+            failed.append(error)
+
+
+def _values(links: Sequence[Link], dtype: np.dtype, arrays: Mapping[str, jax.Array], gather: "_Gather") -> np.ndarray:
+    """A tensor on the host, from all arrays that are parts of it."""
+    tensor = np.empty(links[0].tensor.shape, dtype)
+    for link in links:
+        values = gather(arrays[link.path], link.array_box)
+        target = tensor[slices(link.tensor_box)]
+        in_file = link.as_tensor(values[0] if link.stacked else values)
+        if values.dtype == dtype:
+            bits = f"u{dtype.itemsize}"
+            copy_into(target.view(bits), in_file.view(bits))
+        else:
+            copy_into(target, in_file)
+    return tensor
+
+
+class _Gather:
+    """A box of an array on the host of process 0 (and of others, as it happens). All processes call it in the same order."""
+
+    def __init__(self):
+        self._zeros: dict[Any, list[jax.Array]] = {}
+
+    def __call__(self, array: jax.Array, box: Box) -> np.ndarray:
+        values = np.empty(box_shape(box), array.dtype)
+        local = {shard.device: shard.data for shard in array.addressable_shards}
+        owners: dict[Box, Any] = {}  # of each shard one device, of process 0 if it has it
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            ranges = tuple(part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True))
+            if ranges not in owners or (device.process_index, device.id) < (owners[ranges].process_index, owners[ranges].id):
+                owners[ranges] = device
+        for ranges, device in sorted(owners.items()):
+            inside = intersection(box, ranges)
+            if inside is None:
+                continue
+            for piece in [inside] if device.process_index == 0 else _pieces(inside, PIECE // array.dtype.itemsize):
+                starts = [begin for begin, _ in relative(piece, ranges)]
+                part = _cut(local[device], starts, box_shape(piece)) if device in local else None
+                if device.process_index != 0:
+                    part = self._send(array, device, part, box_shape(piece))
+                if part is not None:
+                    values[slices(relative(piece, box))] = part
+        return values
+
+    def _send(self, array: jax.Array, owner: Any, part: Any, shape: tuple[int, ...]) -> Any:
+        """A piece of one device's shard, in all processes: a sum of its bits with zeros of all other devices."""
+        devices = sorted(array.sharding.device_set, key=lambda device: device.id)
+        mesh = Mesh(np.array(devices), ("device",))
+        sharding, key = NamedSharding(mesh, PartitionSpec("device")), (array.dtype, shape)
+        here = [device for device in devices if device.process_index == jax.process_index()]
+        if key not in self._zeros:
+            self._zeros[key] = [jax.device_put(np.zeros((1, *shape), array.dtype), device) for device in here]
+        rows = list(self._zeros[key])
+        if part is not None:
+            rows[here.index(owner)] = jax.device_put(np.asarray(part)[None], owner)
+        stacked = jax.make_array_from_single_device_arrays((len(devices), *shape), sharding, rows)
+        return np.asarray(_sum_bits(mesh)(stacked).addressable_data(0)).view(array.dtype)
+
+
+@functools.cache
+def _sum_bits(mesh: Mesh) -> Any:
+    def add(rows: jax.Array) -> jax.Array:
+        bits = to_bits(rows)
+        return bits.sum(0, dtype=bits.dtype) if bits.dtype != bool else bits.any(0)
+
+    return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _pieces(box: Box, most: int) -> list[Box]:
+    """A box in boxes of at most about `most` elements, along its longest dim."""
+    sizes = box_shape(box)
+    if math.prod(sizes) <= most:
+        return [box]
+    dim = max(range(len(sizes)), key=lambda dim: sizes[dim])
+    step = max(1, sizes[dim] * most // math.prod(sizes))
+    begin, end = box[dim]
+    return [(*box[:dim], (at, min(at + step, end)), *box[dim + 1 :]) for at in range(begin, end, step)]
+
+
+def _cut(shard: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]) -> Any:
+    """A part of one device's shard; a CPU's is seen by numpy without a copy."""
+    if next(iter(shard.devices())).platform == "cpu":
+        return np.asarray(shard)[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    return np.asarray(_slice(shard, tuple(starts), sizes))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _slice(shard: jax.Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(shard, starts, sizes)
