@@ -120,7 +120,7 @@ def load(
     factory, chosen_map = _choose(path, model, name_map)
     built = wrap(factory)
     if not isinstance(built, NnxModel):
-        raise ModelError(f"model={short_repr(model)} is no nnx module.", fix="a function that returns an nnx.Module.")
+        raise ModelError(f"model= gives {type_name(model)}, not an nnx module.", fix="a function that returns an nnx.Module.")
     abstract = trace_abstractly(lambda: built.init(None, _no_call), "the model")
     params, rest = flatten(abstract.params), Variables({}, abstract.stats, abstract.rngs)
     shardings, replicated = _shardings(built, params, mesh, layout)

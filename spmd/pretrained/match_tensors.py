@@ -85,10 +85,22 @@ class _Matcher:
         self._by: dict[Place, TensorRule] = {}  # the rule that fills it
         self._explained: set[Place] = set()  # arrays that lack tensors for a reason that is a problem already
         self.links: list[Link] = []
-        self.problems: list[Problem] = []
+        self._problems: list[Problem] = []  # of no rule
+        self._found: dict[tuple, tuple[TensorRule, Sequence[str], str, list[str]]] = {}  # and of rules, by what makes them equal
 
-    def _problem(self, rule: TensorRule, where: str, why: Sequence[str], fix: str = "", kind: str = "no_match") -> None:
-        self.problems.append(Problem(f"{rule.name}: {where}", why, fix, path=where, rule=rule.number, line=rule.line, kind=kind))
+    def _problem(self, rule: TensorRule, tensor: str, why: Sequence[str], fix: str = "", kind: str = "no_match") -> None:
+        """Collect a problem of a tensor; equal ones of several layers are one."""
+        key = (rule.number, _pattern(tensor), tuple(map(_without_numbers, why)), fix)
+        self._found.setdefault(key, (rule, why, kind, []))[-1].append(tensor)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All problems, those of rules first."""
+        of_rules = [
+            Problem(f"{rule.name}: {names[0]}", why, fix, _also(names), path=names[0], rule=rule.number, line=rule.line, kind=kind)
+            for (*_, fix), (rule, why, kind, names) in self._found.items()
+        ]
+        return [*of_rules, *self._problems]
 
     def apply(self, rule: TensorRule) -> None:
         """Link what a rule matches in the files and in the model."""
@@ -96,11 +108,10 @@ class _Matcher:
         in_model = _captures(rule.model, self._places)
         if not in_files:
             if not (rule.tied or rule.optional):
-                near = did_you_mean(rule.file[0], {_pattern(name) for name in self._tensors})
+                near = did_you_mean(rule.file[0], _patterns(self._tensors))
                 self._problem(rule, rule.file[0], ["matches no tensor."], f"{near} Or optional = true.")
                 self._explained |= {self._places[name] for at in in_model for name in _names(rule.model, at) if name in self._places}
             return
-        missing: dict[tuple[str, ...], list[str]] = {}  # tensors by the pattern of the arrays that they lack
         for captures in in_files:
             names, paths = _names(rule.file, captures), _names(rule.model, captures)
             for name in names:
@@ -109,18 +120,17 @@ class _Matcher:
                 self._problem(rule, no_tensor[0], [f"there is no such tensor beside {next(n for n in names if n in self._tensors)}."])
                 self._explained |= {self._places[path] for path in paths if path in self._places}
             elif no_array := [path for path in paths if path not in self._places]:
-                missing.setdefault(tuple(map(_pattern, no_array)), []).append(names[0])
+                known, pattern = _patterns(self._places), _pattern(no_array[0])
+                enough = f"a model of {self._layer_count()} layers, as the files have."
+                fix = enough if pattern in known else did_you_mean(pattern, known)
+                self._problem(rule, names[0], [f"the model has no {', '.join(no_array)}."], fix)
             else:
                 self._link(rule, [self._tensors[name] for name in names], [self._places[path] for path in paths])
-        for patterns, names in missing.items():
-            known = {_pattern(path) for path in self._places}
-            also = "" if len(names) == 1 else f"so are {len(names) - 1} more, the last is {printable(names[-1], 200)}"
-            problem = Problem(
-                f"{rule.name}: {printable(names[0], 200)} {describe(self._tensors[names[0]])}",
-                [f"the model has no {', '.join(patterns)}."], did_you_mean(patterns[0], known), also,
-                path=names[0], rule=rule.number, line=rule.line, kind="no_match",
-            )  # fmt: skip
-            self.problems.append(problem)
+
+    def _layer_count(self) -> int:
+        """How many layers the files have, as the rules count them."""
+        hits = (compiled(pattern).fullmatch(name) for rule in self._map.tensors for pattern in rule.file for name in self._tensors)
+        return max((int(hit[LAYER]) for hit in hits if hit and LAYER in hit.groupdict()), default=-1) + 1
 
     def _claim(self, rule: TensorRule, name: str) -> None:
         if name in self._claimed:
@@ -164,7 +174,7 @@ class _Matcher:
                 if name in self._claimed:
                     line = f", line {ignored.line}" if ignored.line else ""
                     why = [f"{self._claimed[name]} maps this tensor, which [[ignored]]{line} ignores."]
-                    self.problems.append(Problem(name, why, "one of the two.", path=name, line=ignored.line, kind="overlap"))
+                    self._problems.append(Problem(name, why, "one of the two.", path=name, line=ignored.line, kind="overlap"))
                 self._claimed[name] = "[[ignored]]"
 
     def check_complete(self, required: Collection[str]) -> None:
@@ -172,9 +182,9 @@ class _Matcher:
         patterns = [pattern for rule in self._map.tensors for pattern in rule.file]
         for pattern, names in _grouped(name for name in self._tensors if name not in self._claimed):
             fix = did_you_mean(pattern, patterns) if closest(pattern, patterns) else "a [[tensors]] rule, or [[ignored]] with a reason."
-            also = f"so are {len(names) - 1} more, the last is {printable(names[-1], 200)}" if len(names) > 1 else ""
+            also = _also(names)
             where = f"{printable(names[0], 200)} {describe(self._tensors[names[0]])}"
-            self.problems.append(Problem(where, ["no rule maps this tensor."], fix, also, path=names[0], kind="no_rule"))
+            self._problems.append(Problem(where, ["no rule maps this tensor."], fix, also, path=names[0], kind="no_rule"))
         empty = {
             name: place
             for name, place in self._places.items()
@@ -186,11 +196,11 @@ class _Matcher:
             place = empty[names[0]]
             why = "no rule maps this array." if rule is None else f"there is no tensor {_missing(rule, names[0])}, which {rule.name} maps."
             fix = "" if rule is not None or not closest(pattern, models) else did_you_mean(pattern, models)
-            also = f"so are {len(names) - 1} more, the last is {names[-1]}" if len(names) > 1 else ""
+            also = _also(names)
             where = f"{names[0]} {describe(self._arrays[place.path])}" + (
                 "" if place.slot is None else f", layer {place.slot} of {place.path}"
             )
-            self.problems.append(Problem(where, [why], fix, also, path=place.path, kind="no_match"))
+            self._problems.append(Problem(where, [why], fix, also, path=place.path, kind="no_match"))
 
 
 def _links(rule: TensorRule, tensors: list[Tensor], places: list[Place], shapes: list[tuple[int, ...]]) -> list[Link]:
@@ -263,6 +273,20 @@ def _missing(rule: TensorRule, name: str) -> str:
 def _pattern(name: str) -> str:
     """A name with its layer's number replaced by a capture, as maps have it."""
     return re.sub(r"(?<=[./])\d+(?=[./])", f"{{{LAYER}}}", name, count=1)
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(map(_pattern, names)))
+
+
+def _without_numbers(text: str) -> str:
+    """A text with all numbers of layers replaced."""
+    return re.sub(r"(?<=[./])\d+(?=[./])", LAYER, text)
+
+
+def _also(names: Sequence[str]) -> str:
+    """A line about the tensors after the first that have the same problem."""
+    return f"and {len(names) - 1} more, the last is {printable(names[-1], 200)}" if len(names) > 1 else ""
 
 
 def _grouped(names: Iterable[str]) -> list[tuple[str, list[str]]]:

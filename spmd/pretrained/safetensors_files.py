@@ -103,7 +103,8 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _damaged(file: Path, why: str) -> PretrainedError:
-    return PretrainedError(f"{file} is damaged, or no safetensors file: {why}.", fix="copy or download it again.")
+    kind = "is damaged, or no safetensors file" if file.suffix == SUFFIX else "is damaged"
+    return PretrainedError(f"{file} {kind}: {why}.", fix="copy or download it again.")
 
 
 def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
@@ -119,7 +120,8 @@ def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"its {what} is not JSON ({printable(str(error), 200) or 'too deep'})") from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else printable(str(error), 200)
+        raise _damaged(file, f"its {what} is not valid JSON ({why})") from error
     if not isinstance(value, dict):
         raise _damaged(file, f"its {what} is not a JSON object but {short_repr(value)}")
     return value
