@@ -9,7 +9,7 @@ import numpy as np
 from spmd.pretrained.name_map import Dims
 from spmd.pretrained.safetensors_files import Box, Tensor, box_shape, relative
 
-TILE = (512, 32)  # elements per dim that are transposed at a time; several times faster than the entire matrix, which misses caches
+TILE_ROWS, LINE = 1024, 64  # of a matrix that is transposed, rows at a time, and bytes of each: a cache line is written whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,16 +157,17 @@ class Request:
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     """`target[...] = source`, with a cast, in tiles where the order of dims differs."""
-    if source.ndim < 2 or source.size < TILE[0] * TILE[1] or source.strides[-1] == source.itemsize:
+    if source.ndim < 2 or source.size < TILE_ROWS or source.strides[-1] == source.itemsize:
         target[...] = source
         return
     fast = min(
         range(source.ndim - 1), key=lambda dim: abs(source.strides[dim])
     )  # contiguous in the source, as the last dim is in the target
     target, source = np.moveaxis(target, fast, -2), np.moveaxis(source, fast, -2)
+    columns = max(1, LINE // target.itemsize)
     for outer in np.ndindex(target.shape[:-2]):
         into, values = target[outer], source[outer]
-        for row in range(0, into.shape[0], TILE[0]):
-            for column in range(0, into.shape[1], TILE[1]):
-                part = (slice(row, row + TILE[0]), slice(column, column + TILE[1]))
+        for row in range(0, into.shape[0], TILE_ROWS):
+            for column in range(0, into.shape[1], columns):
+                part = (slice(row, row + TILE_ROWS), slice(column, column + columns))
                 into[part] = values[part]
