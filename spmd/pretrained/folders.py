@@ -54,6 +54,9 @@ class Origin:
     name_map: NameMap
     report: ReadReport | None = None
 
+    def __repr__(self) -> str:
+        return f"Origin({str(self.files.where)!r}, {len(self.files.tensors)} tensors)"
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder.

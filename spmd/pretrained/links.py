@@ -9,7 +9,7 @@ import numpy as np
 from spmd.pretrained.name_map import Dims
 from spmd.pretrained.safetensors_files import Box, Tensor, box_shape, relative
 
-TILE_ROWS, LINE = 1024, 64  # of a matrix that is transposed, rows at a time, and bytes of each: a cache line is written whole
+TILE_ROWS, LINE = 1024, 64  # of a matrix that is transposed, rows at a time, and bytes of each: an entire cache line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Request:
         """Whether the box of the tensor holds the values of the array's box in the same order, and no others."""
         factors = self.link.factors
         sizes = tuple(end - begin for begin, end in self.ranges)
-        whole = all(self.ranges[factor] == (0, factors.sizes[factor]) for group in factors.tensor for factor in group[1:])
+        entire = all(self.ranges[factor] == (0, factors.sizes[factor]) for group in factors.tensor for factor in group[1:])
         shape = tuple(math.prod(sizes[factor] for factor in group) for group in factors.array)
-        return factors.keeps_order and whole and all(part == slice(0, size) for part, size in zip(self.trim, shape, strict=True))
+        return factors.keeps_order and entire and all(part == slice(0, size) for part, size in zip(self.trim, shape, strict=True))
 
     def as_array(self, raw: np.ndarray) -> np.ndarray:
         """A view of what was read, shaped as the array's box without the layers' dim."""

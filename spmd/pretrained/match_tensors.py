@@ -178,7 +178,7 @@ class _Matcher:
                 self._claimed[name] = "[[ignored]]"
 
     def check_complete(self, required: Collection[str]) -> None:
-        """Tensors that nobody maps, and arrays without a tensor."""
+        """Tensors that no rule maps, and arrays without a tensor."""
         patterns = [pattern for rule in self._map.tensors for pattern in rule.file]
         for pattern, names in _grouped(name for name in self._tensors if name not in self._claimed):
             fix = did_you_mean(pattern, patterns) if closest(pattern, patterns) else "a [[tensors]] rule, or [[ignored]] with a reason."
@@ -207,8 +207,8 @@ def _links(rule: TensorRule, tensors: list[Tensor], places: list[Place], shapes:
     """The links between one tensor and one array, or between one and several of the other, along `concat`; or a `ValueError`."""
     links, at, concat = [], 0, rule.concat if rule.concat is not None else -1
     joined_in_file, joined_in_model = len(places) > 1, len(tensors) > 1
-    whole = tensors[0].shape if joined_in_file else shapes[0] if joined_in_model else ()
-    if (joined_in_file or joined_in_model) and concat >= len(whole):
+    joined = tensors[0].shape if joined_in_file else shapes[0] if joined_in_model else ()
+    if (joined_in_file or joined_in_model) and concat >= len(joined):
         raise ValueError(f"there is no dim {concat} to join along")
     for number in range(max(len(tensors), len(places))):
         tensor, place, shape = (
@@ -224,7 +224,7 @@ def _links(rule: TensorRule, tensors: list[Tensor], places: list[Place], shapes:
             target[concat] = None
         factors = solve(rule.dims, size, target)
         tensor_shape, array_shape = factors.shape(factors.tensor), factors.shape(factors.array)
-        tensor_box, array_box = _whole(tensor_shape), _whole(array_shape)
+        tensor_box, array_box = _entire(tensor_shape), _entire(array_shape)
         if joined_in_file:
             tensor_box = _shift(tensor_box, concat, at)
             at += tensor_shape[concat]
@@ -233,12 +233,12 @@ def _links(rule: TensorRule, tensors: list[Tensor], places: list[Place], shapes:
             at += array_shape[concat]
         layer: Box = () if place.slot is None else ((place.slot, place.slot + 1),)
         links.append(Link(tensor, tensor_box, place.path, (*layer, *array_box), place.slot is not None, factors))
-    if (joined_in_file or joined_in_model) and at != whole[concat]:
-        raise ValueError(f"along dim {concat}, the parts have {at} of {whole[concat]}")
+    if (joined_in_file or joined_in_model) and at != joined[concat]:
+        raise ValueError(f"along dim {concat}, the parts have {at} of {joined[concat]}")
     return links
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
+def _entire(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 

@@ -268,18 +268,18 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*one) for one in box)
 
 
-def first_whole_dim(tensor: Tensor, box: Box) -> int:
+def first_full_dim(tensor: Tensor, box: Box) -> int:
     """The dim from which on a box has all of each dim."""
     return next((dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0)
 
 
 def has_short_runs(tensor: Tensor, box: Box) -> bool:
     """Whether the contiguous runs of a box are so short that it is better to read what lies between them."""
-    whole = first_whole_dim(tensor, box)
-    if whole < 2:
+    full = first_full_dim(tensor, box)
+    if full < 2:
         return False
-    inner = math.prod(tensor.shape[whole:]) * tensor.dtype.itemsize
-    return (box[whole - 1][1] - box[whole - 1][0]) * inner < SHORT_RUN
+    inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
+    return (box[full - 1][1] - box[full - 1][0]) * inner < SHORT_RUN
 
 
 def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
@@ -290,19 +290,19 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
     """
     if out.size == 0:
         return 0
-    whole = first_whole_dim(tensor, box)
+    full = first_full_dim(tensor, box)
     if has_short_runs(tensor, box):
-        wide: Box = (*box[: whole - 1], (0, tensor.shape[whole - 1]), *box[whole:])
+        wide: Box = (*box[: full - 1], (0, tensor.shape[full - 1]), *box[full:])
         scratch = np.empty(box_shape(wide), out.dtype)
         count = read_box(descriptor, tensor, wide, scratch)
-        out[...] = scratch[(slice(None),) * (whole - 1) + (slice(*box[whole - 1]),)]
+        out[...] = scratch[(slice(None),) * (full - 1) + (slice(*box[full - 1]),)]
         return count
     flat = out.reshape(-1).view(np.uint8).data
     strides = [math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
     starts = np.zeros(1, np.int64)
-    for dim in range(max(whole - 1, 0)):
+    for dim in range(max(full - 1, 0)):
         starts = np.add.outer(starts, np.arange(*box[dim], dtype=np.int64) * strides[dim]).reshape(-1)
-    first = tensor.offset + (box[whole - 1][0] * strides[whole - 1] if whole else 0)
+    first = tensor.offset + (box[full - 1][0] * strides[full - 1] if full else 0)
     run = len(flat) // len(starts)
     for number, start in enumerate(starts.tolist()):
         _read_all(descriptor, tensor, flat[number * run : (number + 1) * run], first + start)

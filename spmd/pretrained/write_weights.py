@@ -1,7 +1,7 @@
 """Writes a model's arrays as tensors of sharded files, the inverse of `read_weights`.
 
 Process 0 writes all files. The shards of other processes come to it piece by piece through a collective, so that no file system that all
-hosts share is needed, and no page of a file is written by two hosts, which NFS does not keep apart.
+hosts share is needed, and no page of a file is written by two hosts at once, which NFS does not support.
 """
 
 import contextlib
@@ -195,7 +195,7 @@ class _Gather:
                 continue
             for piece in [inside] if device.process_index == 0 else _pieces(inside, PIECE // array.dtype.itemsize):
                 starts = [begin for begin, _ in relative(piece, ranges)]
-                part = _cut(local[device], starts, box_shape(piece)) if device in local else None
+                part = _part_of(local[device], starts, box_shape(piece)) if device in local else None
                 if device.process_index != 0:
                     part = self._send(array, device, part, box_shape(piece))
                 if part is not None:
@@ -237,7 +237,7 @@ def _pieces(box: Box, most: int) -> list[Box]:
     return [(*box[:dim], (at, min(at + step, end)), *box[dim + 1 :]) for at in range(begin, end, step)]
 
 
-def _cut(shard: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]) -> Any:
+def _part_of(shard: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]) -> Any:
     """A part of one device's shard; a CPU's is seen by numpy without a copy."""
     if next(iter(shard.devices())).platform == "cpu":
         return np.asarray(shard)[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]

@@ -307,6 +307,7 @@ class PlacedModel:
         given, seed, at = self.model.concrete, self.config.seed, self.shardings
         if given is not None:
             rngs = jax.tree.map(place_copy, given.rngs, at.rngs)
+            self.release()
         else:
             with nnx.use_eager_sharding(False):
                 rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()

@@ -17,6 +17,7 @@ from docpages import PAGES, ROOT, blocks, blocks_of, prose
 from spmd.launch import cli
 from spmd.launch.hostfile import read_hosts
 from spmd.layout import toml_reader
+from spmd.pretrained.name_map import NameMap
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
 
@@ -121,6 +122,8 @@ def test_toml_can_be_read(block, tmp_path):
     path.write_text(block.text)
     if "[jobs]" in block.text:
         assert read_hosts(path)
+    elif "[[tensors]]" in block.text:
+        assert NameMap.load(path).tensors
     else:
         assert toml_reader.load(path) != toml_reader.loads(""), "a layout that says something"
 

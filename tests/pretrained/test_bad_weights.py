@@ -265,16 +265,16 @@ def test_map_that_does_not_fit(change, tmp_path, golden):
 def test_options_of_load_and_save(tmp_path, golden):
     write_file(tmp_path / "model.safetensors", make_tensors())
     module = load(tmp_path)
-    nobody, nothing = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), spmd.FunctionalModel(lambda key: {}, lambda params: 0)
+    other, nothing = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), spmd.FunctionalModel(lambda key: {}, lambda params: 0)
     texts = [
         text_of(call, tmp_path)
         for call in (
             lambda: spmd.pretrained.load(tmp_path / "nowhere"),
-            lambda: spmd.pretrained.load("/".join([str(tmp_path), "org", "name"]), model=lambda: nobody, name_map=name_map(Stacked)),
+            lambda: spmd.pretrained.load("/".join([str(tmp_path), "org", "name"]), model=lambda: other, name_map=name_map(Stacked)),
             lambda: spmd.pretrained.load(tmp_path),
             lambda: load(tmp_path, dtype="flaot32"),
             lambda: spmd.pretrained.load(tmp_path, model=nothing, name_map=name_map(Stacked)),
-            lambda: spmd.pretrained.save(nobody, tmp_path / "out"),
+            lambda: spmd.pretrained.save(other, tmp_path / "out"),
             lambda: spmd.pretrained.save({"w": 1}, tmp_path / "out"),
             lambda: spmd.pretrained.save(module, tmp_path / "out", max_shard="5 gigs"),
             lambda: spmd.pretrained.save(module, tmp_path),

@@ -42,7 +42,7 @@ def load(kind, folder, **options):
 
 
 def read_tensors(folder):
-    """What the files hold, read whole and by numpy alone."""
+    """What the files hold, read by numpy alone."""
     tensors = {}
     for name, tensor in open_files(folder).tensors.items():
         raw = tensor.file.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]

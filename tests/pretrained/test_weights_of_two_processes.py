@@ -20,7 +20,7 @@ JOB = Path(__file__).parent / "weights_job.py"
 
 
 @pytest.mark.system
-def test_two_processes_read_their_shards_and_write_the_whole(tmp_path):
+def test_two_processes_read_their_shards_and_write_all(tmp_path):
     tensors = make_tensors()
     given = tmp_path / "given"
     given.mkdir()
