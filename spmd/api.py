@@ -130,8 +130,8 @@ def fit(
     Args:
       model: a function without arguments that builds an `nnx.Module` (its arrays are then created directly on the mesh), an
         `nnx.Module`, a `linen.Module` or a `FunctionalModel`. A model that holds weights (an `nnx.Module`,
-        `linen_module.bind(variables)`, `functional_model.bind(params)`, `result.model`) starts from a copy of them, except that the arrays of a module
-        from `spmd.pretrained.load` are used themselves.
+        `linen_module.bind(variables)`, `functional_model.bind(params)`, `result.model`) starts from a copy of them; only the arrays
+        of a module of `spmd.pretrained.load` are used themselves.
       data: dict or tuple of arrays [examples, ...]; an iterable of batches, or a function that returns one; a grain data
         set; or `spmd.data.resident(arrays)`.
       loss: `loss(model, batch)` or `loss(model, batch, rng)`. It returns one value per example, a scalar (the mean over its rows), or

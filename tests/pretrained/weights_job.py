@@ -32,4 +32,5 @@ def main():
         print(f"REFUSED {jax.process_index()} {error.summary}", flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
