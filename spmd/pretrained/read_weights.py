@@ -16,10 +16,10 @@ import numpy as np
 
 from spmd.errors import PretrainedError
 from spmd.pretrained.links import Link, Request, copy_into
-from spmd.pretrained.safetensors_files import Box, Tensor, box_shape, has_short_runs, intersection, read_box, relative, slices
+from spmd.pretrained.safetensors_files import Box, Tensor, box_shape, has_short_runs, intersection, read_ahead, read_box, relative, slices
 from spmd.tree import format_bytes
 
-THREADS = max(4, min(16, os.cpu_count() or 4))
+THREADS = max(2, min(16, os.cpu_count() or 2))  # no more than processors: `read_ahead` keeps the disk busy, and these copy
 PART = 8 << 20  # bytes that a thread reads at a time
 IN_FLIGHT = 256 << 20  # bytes of host memory beside those that are on the devices; a larger shard is read alone
 ALIGNMENT = 64  # bytes; a CPU device then uses the buffer itself
@@ -187,6 +187,7 @@ class _Reader:
                     inside = intersection(part, shard.box)
                     if inside is not None:
                         targets.append((relative(inside, part), buffer[slices(relative(inside, shard.box))]))
+                read_ahead(self._open(link.tensor), link.tensor, link.request(part).tensor_box)
                 yield self._pool.submit(self._read_part, link, part, targets)
 
     def _read_part(self, link: Link, box: Box, targets: Sequence[tuple[Box, np.ndarray]]) -> None:
@@ -221,14 +222,20 @@ class _Reader:
 
     def _read(self, tensor: Tensor, box: Box, into: np.ndarray) -> None:
         try:
-            with self._lock:
-                if tensor.file not in self._files:
-                    self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY)
-            count = read_box(self._files[tensor.file], tensor, box, into)
+            count = read_box(self._open(tensor), tensor, box, into)
         except OSError as error:
-            raise PretrainedError(f"{tensor.file} cannot be read: {error.strerror} (at {tensor}).") from error
+            raise _unreadable(tensor, error) from error
         with self._lock:
             self.bytes_read += count
+
+    def _open(self, tensor: Tensor) -> int:
+        with self._lock:
+            if tensor.file not in self._files:
+                try:
+                    self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY)
+                except OSError as error:
+                    raise _unreadable(tensor, error) from error
+            return self._files[tensor.file]
 
     def _scratch(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Memory of this thread, used again for the next part: fresh pages cost more than what is copied into them."""
@@ -238,3 +245,7 @@ class _Reader:
             room = np.empty(size, np.uint8)
             setattr(self._local, name, room)
         return room[:size].view(dtype).reshape(shape)
+
+
+def _unreadable(tensor: Tensor, error: OSError) -> PretrainedError:
+    return PretrainedError(f"{tensor.file} cannot be read: {error.strerror} (at {tensor}).", fix="check the disk.")

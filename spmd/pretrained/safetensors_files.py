@@ -309,6 +309,15 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
     return len(flat)
 
 
+def read_ahead(descriptor: int, tensor: Tensor, box: Box) -> None:
+    """Ask the system to read a box of a tensor into its cache, if its bytes lie together."""
+    full = first_full_dim(tensor, box)
+    if full < 2 and hasattr(os, "posix_fadvise"):
+        inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
+        begin, end = box[0] if full else (0, 1)
+        os.posix_fadvise(descriptor, tensor.offset + begin * inner, (end - begin) * inner, os.POSIX_FADV_WILLNEED)
+
+
 def _read_all(descriptor: int, tensor: Tensor, into: memoryview, offset: int) -> None:
     """`len(into)` bytes from `offset` on."""
     done = 0
