@@ -4,6 +4,7 @@ A layer is attention and an MLP, each with a residual connection. Layers are a `
 gather their parameters one layer at a time; parameters carry logical axis names: vocab, embed, heads, kv_heads, mlp.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -180,10 +181,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
         self.config, init = config, nnx.initializers.normal(0.02)
         self.embed = Embed(config.vocab, config.width, embedding_init=_named(init, "vocab", "embed"), param_dtype=dtype, rngs=rngs)
-        self.position = None
-        if config.learned_positions:
-            places = {"embedding_init": _named(init, None, "embed"), "param_dtype": dtype, "rngs": rngs}
-            self.position = nnx.Embed(config.learned_positions, config.width, **places)
+        places = functools.partial(nnx.Embed, embedding_init=_named(init, None, "embed"), param_dtype=dtype, rngs=rngs)
+        self.position = places(config.learned_positions, config.width) if config.learned_positions else None
         period, depth = config.period, len(config.layers)
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
@@ -191,10 +190,9 @@ class Decoder(nnx.Module):
 
         self.stack = LayerStack(repeat(depth // period, make, rngs))
         self.tail = Group(config, depth // period * period, depth % period, dtype, rngs) if depth % period else None
-        self.final_norm, self.head = Norm(config, config.width, dtype), None
-        if not config.tied:
-            logits_dtype = {"preferred_element_type": jnp.float32}
-            self.head = _linear((config.width, config.vocab), ("embed", "vocab"), False, dtype, rngs, **logits_dtype)
+        self.final_norm = Norm(config, config.width, dtype)
+        head = functools.partial(_linear, (config.width, config.vocab), ("embed", "vocab"), preferred_element_type=jnp.float32)
+        self.head = None if config.tied else head(False, dtype, rngs)
 
     def __call__(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None, cache: Cache | None = None

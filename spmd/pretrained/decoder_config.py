@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd.errors import ModelError, did_you_mean, short_repr
+from spmd.errors import PretrainedError, did_you_mean, short_repr
 from spmd.pretrained.rope import KINDS, Rope
 
 
@@ -43,7 +43,7 @@ class DecoderConfig:
       notes: what the file asks for that the decoder leaves to the training run.
 
     Raises:
-      ModelError: sizes that do not match.
+      PretrainedError: sizes that do not match.
 
     Example:
       >>> config = DecoderConfig(vocab=10, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=16, layers=(LayerKind(4), LayerKind()) * 3)
@@ -81,10 +81,10 @@ class DecoderConfig:
         sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp_width")
         wrong = [f"{name}={getattr(self, name)!r}" for name in sizes if not _is_whole(getattr(self, name))]
         if wrong or not self.layers:
-            raise ModelError(f"DecoderConfig: {', '.join(wrong) or 'no layers'}.", fix="whole numbers from 1.")
+            raise PretrainedError(f"DecoderConfig: {', '.join(wrong) or 'no layers'}.", fix="whole numbers from 1.")
         if self.heads % self.kv_heads:
             why = f"DecoderConfig: {self.heads} heads over {self.kv_heads} kv_heads leaves {self.heads % self.kv_heads}."
-            raise ModelError(why, fix="kv_heads that divide heads.")
+            raise PretrainedError(why, fix="kv_heads that divide heads.")
 
     @property
     def period(self) -> int:
@@ -97,7 +97,7 @@ class DecoderConfig:
         """From the content of a config.json, as any version of `transformers` writes it.
 
         Raises:
-          ModelError: an unknown `model_type`, or keys that are missing, are unknown, or ask for what the decoder does not have: all of them.
+          PretrainedError: an unknown `model_type`, or keys that are missing, are unknown, or ask for what the decoder does not have: all of them.
 
         Example:
           >>> sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -106,7 +106,7 @@ class DecoderConfig:
         """
         kind = config.get("model_type")
         if kind not in FAMILIES:
-            raise ModelError(f'{where}: model_type = {short_repr(kind)} is no known family.', fix=did_you_mean(str(kind), list(FAMILIES)))
+            raise PretrainedError(f'{where}: model_type = {short_repr(kind)} is no known family.', fix=did_you_mean(str(kind), list(FAMILIES)))
         keys = _Keys(config)
         fields = _gpt2(keys) if kind == "gpt2" else _modern(keys, FAMILIES[kind])
         keys.finish(where)
@@ -243,7 +243,7 @@ class _Keys:
             shown = "\n".join(f"    {problem}" for problem in sorted(self.problems))
             fix = "a model of your own and a name map, spmd.pretrained.load(model=..., name_map=...); or remove a key that changes nothing."
             why = f"{where}: the decoder cannot be what {len(self.problems)} of its keys say:"
-            raise ModelError(f"{why}\n{shown}", fix=fix, summary=f"{where}: {min(self.problems)}")
+            raise PretrainedError(f"{why}\n{shown}", fix=fix, summary=f"{where}: {min(self.problems)}")
 
 
 def _modern(keys: _Keys, family: Family) -> dict[str, Any]:
