@@ -5,7 +5,6 @@ gather their parameters one layer at a time; parameters carry logical axis names
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,20 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from spmd.errors import DataError, ModelError, OptionError
 from spmd.nn.attention import attention
 from spmd.nn.embed import Embed
 from spmd.nn.layer_stack import LayerStack
 from spmd.nn.stacking import repeat
-from spmd.pretrained.decoder_config import DecoderConfig, LayerKind
+from spmd.pretrained.decoder_config import DecoderConfig
+from spmd.pretrained.kv_cache import Cache, cached_attention
 from spmd.pretrained.rope import rotate
 
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return nnx.gelu(x, approximate=False)
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": nnx.silu, "gelu": _gelu, "gelu_tanh": nnx.gelu, "relu": nnx.relu}
-Cache = dict[str, jax.Array]  # "keys" and "values", [layers, rows, length, kv_heads, head_dim]
+EXACT_GELU = functools.partial(nnx.gelu, approximate=False)
+ACTIVATIONS: dict[str, Any] = {"silu": nnx.silu, "gelu": EXACT_GELU, "gelu_tanh": nnx.gelu, "relu": nnx.relu}
 
 
 class Inputs(NamedTuple):
@@ -60,12 +56,10 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         y = y - y.mean(axis=-1, keepdims=True) if self.centered else y
         y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...]
-        if self.bias is not None:
-            return (y * scale.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
-        if self.offset:
-            return (y * (self.offset + scale.astype(jnp.float32))).astype(x.dtype)
-        return y.astype(x.dtype) * scale.astype(x.dtype)  # Llama rounds before it scales, Gemma afterwards
+        if not self.centered and not self.offset:
+            return y.astype(x.dtype) * self.scale[...].astype(x.dtype)  # Llama rounds before it scales, the others afterwards
+        y = y * (self.offset + self.scale[...].astype(jnp.float32))
+        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -93,16 +87,7 @@ class Attention(nnx.Module):
             before = None if window is None else (window - 1, 0)
             y = attention(query, key, value, causal=True, window=before, segment_ids=inputs.segment_ids, **options)
         else:
-            keys, values, number = cache
-            rows, positions = jnp.arange(x.shape[0])[:, None], inputs.positions
-            keys, values = (
-                all_layers.at[number, rows, positions].set(new.astype(all_layers.dtype))
-                for all_layers, new in ((keys, key), (values, value))
-            )
-            distance = positions[:, :, None] - jnp.arange(keys.shape[2])
-            seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            key, value = keys[number].astype(query.dtype), values[number].astype(query.dtype)
-            y, cache = attention(query, key, value, mask=seen[:, None], **options), (keys, values, number + 1)
+            y, cache = cached_attention(query, key, value, cache, inputs.positions, window, **options)
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
 
@@ -128,8 +113,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, index: int, dtype: Any, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = Norm(config, config.width, dtype), Norm(config, config.width, dtype)
         self.attention, self.mlp = Attention(config, index, dtype, rngs), MLP(config, dtype, rngs)
-        post = config.post_norms
-        self.attention_post_norm, self.mlp_post_norm = (Norm(config, config.width, dtype) if post else None for _ in range(2))
+        self.attention_post_norm, self.mlp_post_norm = (Norm(config, config.width, dtype) if config.post_norms else None for _ in range(2))
 
     def __call__(self, state: Any, inputs: Inputs) -> Any:
         """The layer's output from its input [rows, length, width]; with a cache, (output, keys, values, number of the next layer)."""
@@ -161,7 +145,7 @@ class Decoder(nnx.Module):
     """A decoder: tokens to the logits of the next ones.
 
     Parameters: embed/embedding [vocab, width], stack/layers/attention/query/kernel [layers, width, heads * head_dim], and so on. Where
-    kinds of layers alternate, the stack is one of groups, stack/layers/0/... to stack/layers/{period - 1}/... [groups, ...], and layers that
+    kinds of layers alternate, the stack is one of groups, stack/layers/0/... [groups, ...] to the last of the period, and the layers that
     are no full group follow in tail/0/.... Arrays lie where the layout says, or on the default device.
 
     Args:
@@ -169,6 +153,7 @@ class Decoder(nnx.Module):
       dtype: of the parameters. Computation is in the dtype that they have when called; norms, softmax and logits are in float32.
 
     Example:
+      >>> from spmd.pretrained.decoder_config import LayerKind
       >>> config = DecoderConfig(vocab=10, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=16, layers=(LayerKind(),) * 2)
       >>> model = Decoder(config, rngs=nnx.Rngs(0))
       >>> model(jnp.zeros((1, 3), int)).shape
@@ -197,7 +182,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None, cache: Cache | None = None
     ) -> Any:
-        """Logits float32[rows, length, vocab] of the token after each of `tokens`; with a cache, also the cache. Arguments as `features`."""
+        """Logits float32[rows, length, vocab] of the next token; with a cache, also the cache. Arguments as in `features`."""
         result = self.features(tokens, positions=positions, segment_ids=segment_ids, cache=cache)
         features, *caches = result if isinstance(result, tuple) else (result,)
         if self.head is None:
@@ -221,9 +206,16 @@ class Decoder(nnx.Module):
           cache: keys and values of earlier tokens, from `init_cache`. These tokens' are stored at their `positions`; those that are not
             below the cache's length are dropped. A token sees what is stored at its position and before, so padding goes at a row's end.
         """
+        longest = self.config.learned_positions
+        if longest is not None and (tokens.shape[1] if cache is None else cache["keys"].shape[2]) > longest:
+            raise DataError(f"rows of {tokens.shape[1]} tokens, and the model has {longest} positions.", fix="shorter rows.")
+        if cache is not None and segment_ids is not None:
+            raise OptionError("the decoder does not take segment_ids with a cache.", fix="one document in each row.")
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-            positions = positions if segment_ids is None else positions - _starts(segment_ids, positions)
+            if segment_ids is not None:
+                goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+                positions = positions - jax.lax.cummax(jnp.where(goes_on, 0, positions), axis=1)
         x = self.embed(tokens)
         if self.config.embedding_scale is not None:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
@@ -237,17 +229,20 @@ class Decoder(nnx.Module):
         x, keys, values, _ = state
         return self.final_norm(x), {"keys": keys, "values": values}
 
-    def head_weights(self) -> tuple[jax.Array, int]:
-        """The head, and along which of its dims the vocabulary is, for `spmd.losses.cross_entropy_from_features`."""
-        return (self.embed.embedding[...], 0) if self.head is None else (self.head.kernel[...], 1)
+    def output_head(self) -> dict[str, Any]:
+        """What `spmd.losses.cross_entropy_from_features` takes beside features, so that `spmd.losses.next_token` has few logits at a time.
+
+        Raises:
+          ModelError: the head has adapters, which are no matrix.
+        """
+        if hasattr(self.head, "lora_a"):
+            raise ModelError(
+                "the decoder's head has adapters.", fix="adapters on other layers, or a loss that calls the model for its logits."
+            )
+        head, vocab_dim = (self.embed.embedding, 0) if self.head is None else (self.head.kernel, 1)
+        return {"head": head[...], "vocab_dim": vocab_dim, "soft_cap": self.config.final_soft_cap}
 
     def init_cache(self, rows: int, length: int, dtype: Any = jnp.float32) -> Cache:
         """An empty cache for so many tokens in each row: "keys" and "values", [layers, rows, length, kv_heads, head_dim]."""
         shape = (len(self.config.layers), rows, length, self.config.kv_heads, self.config.head_dim)
         return {"keys": jnp.zeros(shape, dtype), "values": jnp.zeros(shape, dtype)}
-
-
-def _starts(segment_ids: jax.Array, index: jax.Array) -> jax.Array:
-    """The index at which each token's segment starts, [rows, length]."""
-    first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return jax.lax.cummax(jnp.where(first, index, 0), axis=1)

@@ -97,7 +97,7 @@ class DecoderConfig:
         """From the content of a config.json, as any version of `transformers` writes it.
 
         Raises:
-          PretrainedError: an unknown `model_type`, or keys that are missing, are unknown, or ask for what the decoder does not have: all of them.
+          PretrainedError: an unknown `model_type`; or all keys that are missing, unknown, or ask for what the decoder does not have.
 
         Example:
           >>> sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -106,7 +106,9 @@ class DecoderConfig:
         """
         kind = config.get("model_type")
         if kind not in FAMILIES:
-            raise PretrainedError(f'{where}: model_type = {short_repr(kind)} is no known family.', fix=did_you_mean(str(kind), list(FAMILIES)))
+            raise PretrainedError(
+                f"{where}: model_type = {short_repr(kind)} is no known family.", fix=did_you_mean(str(kind), list(FAMILIES))
+            )
         keys = _Keys(config)
         fields = _gpt2(keys) if kind == "gpt2" else _modern(keys, FAMILIES[kind])
         keys.finish(where)
@@ -349,7 +351,9 @@ def _rope(keys: _Keys, key: str, said: Mapping[str, Any], theta: float, length: 
         keys.wrong(key, "wanted a rope_theta above 0, and no partial_rotary_factor but 1")
         return plain
     if not isinstance(kind, str) or kind not in KINDS:
-        depends = " (it depends on the length of each call, for which cached keys would be wrong)" if kind in ("dynamic", "longrope") else ""
+        depends = (
+            " (it depends on the length of each call, for which cached keys would be wrong)" if kind in ("dynamic", "longrope") else ""
+        )
         keys.wrong(key, f"the decoder does not have rope_type {short_repr(kind)}{depends}; it has {', '.join(KINDS)}")
         return plain
     options = {name: said.get(name, default) for name, default in KINDS[kind].items()}
