@@ -1,0 +1,157 @@
+"""Each family of open models against `transformers`: logits, loss, gradient norm and greedy decoding, on one device and under layouts.
+
+What `transformers` computes is in fixtures/*/expected.npz, with the script that made it.
+"""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.pretrained.folders import load
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FAMILIES = ["llama", "llama2", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"]
+LAYOUTS = {
+    "fsdp": "data=8",
+    "fsdp_transformer": "data=8",
+    "tensor_parallel": "data=2,model=4",
+    "fsdp_tensor_parallel": "data=4,model=2",
+    "pipeline": "data=4,stage=2",
+    "pipeline_1f1b": "data=4,stage=2",
+    "fsdp_pipeline_tensor": "data=2,stage=2,model=2",
+    "transformer_parallel": "stage=2,replica=1,data=2,context=1,model=2",
+}
+
+
+@functools.cache
+def expected(name):
+    with np.load(FIXTURES / name / "expected.npz") as file:
+        return dict(file)
+
+
+def batch_of(name, copies=1):
+    """The fixture's rows as `next_token` takes them: padding is another segment, and no target."""
+    values = expected(name)
+    tokens, segment_ids = (np.tile(values[key], (copies, 1)) for key in ("tokens", "segment_ids"))
+    targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    mask = np.pad(segment_ids[:, 1:] == 1, ((0, 0), (0, 1))).astype("float32")
+    return {"tokens": tokens, "targets": targets, "mask": mask, "segment_ids": segment_ids}
+
+
+def same_logits(name, logits):
+    values = expected(name)
+    counted = values["segment_ids"] == 1
+    assert np.abs(np.asarray(logits) - values["logits"])[counted].max() < 1e-4
+    assert values["logits"][counted].std(axis=0).mean() > 0.1, "they differ from token to token"
+
+
+@functools.cache
+def loaded(name):
+    return load(FIXTURES / name)
+
+
+@jax.jit
+def all_at_once(model, tokens, segment_ids=None):
+    return model(tokens, segment_ids=segment_ids)
+
+
+@jax.jit
+def with_cache(model, tokens, positions, cache):
+    return model(tokens, positions=positions, cache=cache)
+
+
+@jax.jit
+def loss_and_norm(model, batch):
+    def mean(model):
+        total, count = spmd.losses.next_token(model, batch)
+        return total / count
+
+    loss, grads = nnx.value_and_grad(mean)(model)
+    return loss, optax.tree.norm(nnx.to_pure_dict(grads))
+
+
+def decode(model, prompt, lengths, new):
+    """Greedy decoding, token by token, of prompts that are padded at the end."""
+    rows, width = prompt.shape
+    cache = model.init_cache(rows, width + new)
+    logits, cache = with_cache(model, prompt, jnp.broadcast_to(jnp.arange(width), prompt.shape), cache)
+    tokens = jnp.argmax(logits[jnp.arange(rows), lengths - 1], axis=-1)[:, None]
+    generated = [tokens]
+    for step in range(new - 1):
+        logits, cache = with_cache(model, tokens, lengths[:, None] + step, cache)
+        tokens = jnp.argmax(logits[:, 0], axis=-1)[:, None]
+        generated.append(tokens)
+    return np.concatenate(generated, axis=1)
+
+
+def quick(names, some):
+    return [pytest.param(name, marks=[] if name in some else pytest.mark.system) for name in names]
+
+
+@pytest.mark.parametrize("name", quick(FAMILIES, ("llama", "gemma3", "gpt2")))
+def test_one_device_equals_transformers(name):
+    model, values, batch = loaded(name), expected(name), batch_of(name)
+    same_logits(name, all_at_once(model, values["tokens"], values["segment_ids"]))
+    loss, norm = loss_and_norm(model, batch)
+    np.testing.assert_allclose([loss, norm], [values["loss"], values["grad_norm"]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", quick(FAMILIES, ("mistral", "gemma3")))
+def test_greedy_decoding_equals_transformers(name):
+    values = expected(name)
+    assert (np.diff(values["lengths"]) != 0).any(), "prompts of different lengths"
+    generated = decode(loaded(name), values["prompt"], values["lengths"], values["generated"].shape[1])
+    np.testing.assert_array_equal(generated, values["generated"])
+
+
+@pytest.mark.parametrize("name", quick(FAMILIES, ("gemma3",)))
+def test_cached_logits_equal_uncached_ones(name):
+    """Row by row in parts of 1 to 9 tokens, with windows that end inside of the cache."""
+    model, tokens = loaded(name), expected(name)["tokens"]
+    cache, parts, start = model.init_cache(*tokens.shape), [], 0
+    for size in (9, 1, 6, 1, 1, 6):
+        part = tokens[:, start : start + size]
+        logits, cache = with_cache(model, part, jnp.broadcast_to(jnp.arange(start, start + size), part.shape), cache)
+        parts.append(logits)
+        start += size
+    assert start == tokens.shape[1]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), all_at_once(model, tokens), atol=1e-5)
+
+
+def norm_only():
+    """An optimizer that keeps the norm of the gradient, and changes nothing."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(jnp.zeros_like, grads), {"norm": optax.tree.norm(grads)}
+
+    return optax.GradientTransformation(lambda params: {"norm": jnp.zeros(())}, update)
+
+
+def layout_cases():
+    quick = [("llama", "fsdp"), ("gemma3", "fsdp_pipeline_tensor")]
+    for layout in LAYOUTS:
+        for name in FAMILIES:
+            main = layout in ("fsdp", "fsdp_tensor_parallel", "pipeline", "transformer_parallel")
+            mark = [] if (name, layout) in quick else [pytest.mark.system if main else pytest.mark.slow]
+            yield pytest.param(name, layout, marks=mark, id=f"{name}-{layout}")
+
+
+@pytest.mark.parametrize(("name", "layout"), list(layout_cases()))
+def test_layouts_equal_transformers(name, layout):
+    model = load(FIXTURES / name, mesh=LAYOUTS[layout], layout=layout)
+    values, batch = expected(name), batch_of(name, copies=4)
+    trainer = spmd.Trainer(model, loss=spmd.losses.next_token, optimizer=norm_only(), mesh=LAYOUTS[layout], layout=layout)
+    state, metrics = trainer.step(trainer.init(), batch)
+    np.testing.assert_allclose([metrics["loss"], state.opt["norm"]], [values["loss"], values["grad_norm"]], rtol=1e-5)
+    same_logits(name, trainer.predict(state, batch["tokens"])[: len(values["tokens"])])
+    sharded = {path for path, leaf in spmd.tree.flatten(state.params).items() if not leaf.sharding.is_fully_replicated}
+    assert any(path.startswith("stack/layers/") for path in sharded), "layers are not replicated"
+    if "model" in LAYOUTS[layout]:
+        assert any(path.endswith("key/kernel") for path in sharded) and any("embed/" in path for path in sharded)
