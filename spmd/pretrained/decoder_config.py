@@ -128,18 +128,20 @@ class Family:
     tied: bool = False
     gemma: bool = False
     pre_attn_scalar: bool = False  # and soft caps and norms after attention and MLP
-    every: int | None = None  # every so many layers one without a window, if the file does not say
+    windows: str = "none"  # which layers have one, if the file does not say: "all", the "last", all "but one" of `every`
+    every: int = 1
+    mlp_bias: bool = False  # whether the key `mlp_bias` is read
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(kv_heads=8, qkv_bias=False),
-    "qwen2": Family(kv_heads=32, qkv_bias=True),
-    "qwen3": Family(kv_heads=32, head_dim=128, qk_norm=True),
+    "llama": Family(mlp_bias=True),
+    "mistral": Family(kv_heads=8, qkv_bias=False, windows="all"),
+    "qwen2": Family(kv_heads=32, qkv_bias=True, windows="last"),
+    "qwen3": Family(kv_heads=32, head_dim=128, qk_norm=True, windows="last"),
     "gemma": Family(kv_heads=16, head_dim=256, tied=True, gemma=True),
-    "gemma2": Family(kv_heads=4, head_dim=256, tied=True, gemma=True, pre_attn_scalar=True, every=2),
+    "gemma2": Family(kv_heads=4, head_dim=256, tied=True, gemma=True, pre_attn_scalar=True, windows="but one", every=2),
     "gemma3_text": Family(
-        **{"kv_heads": 4, "head_dim": 256, "tied": True, "gemma": True, "pre_attn_scalar": True, "every": 6},
+        **{"kv_heads": 4, "head_dim": 256, "tied": True, "gemma": True, "pre_attn_scalar": True, "windows": "but one", "every": 6},
         **{"qk_norm": True, "theta": 1_000_000.0, "local_theta": 10_000.0},
     ),
     "gpt2": Family(),
@@ -238,13 +240,13 @@ class _Keys:
 
     def finish(self, where: str) -> None:
         """Raise if a key was not read, or something is wrong."""
-        for key in self.config.keys() - self.used:
+        for key in sorted(self.config.keys() - self.used):
             if self.config[key] is not None:
                 self.wrong(key, f"the decoder does not know this key of a {self.config['model_type']}")
         if self.problems:
             shown = "\n".join(f"    {problem}" for problem in sorted(self.problems))
             fix = "a model of your own and a name map, spmd.pretrained.load(model=..., name_map=...); or remove a key that changes nothing."
-            why = f"{where}: the decoder cannot be what {len(self.problems)} of its keys say:"
+            why = f"{where}: the decoder does not fit {len(self.problems)} of its keys:"
             raise PretrainedError(f"{why}\n{shown}", fix=fix, summary=f"{where}: {min(self.problems)}")
 
 
@@ -254,19 +256,22 @@ def _modern(keys: _Keys, family: Family) -> dict[str, Any]:
     null_is_heads = "num_key_value_heads" in keys.config or family.kv_heads is None
     kv_heads = keys.whole("num_key_value_heads", heads if null_is_heads else family.kv_heads)
     head_dim = keys.whole("head_dim", family.head_dim or max(width // heads, 1))
-    if heads % kv_heads:
-        keys.wrong("num_key_value_heads", f"{heads} heads / {kv_heads} leaves {heads % kv_heads}")
-    if keys.config.get("head_dim") is None and family.head_dim is None and width % heads:
-        keys.wrong("num_attention_heads", f"hidden_size {width} / {heads} leaves {width % heads}, and there is no head_dim")
-    if head_dim % 2:
-        keys.wrong("head_dim" if "head_dim" in keys.config else "hidden_size", f"rotary positions need an even head_dim, not {head_dim}")
+    if not keys.problems:  # of missing and wrong numbers, each is said once
+        if heads % kv_heads:
+            keys.wrong("num_key_value_heads", f"{heads} heads / {kv_heads} leaves {heads % kv_heads}")
+        if keys.config.get("head_dim") is None and family.head_dim is None and width % heads:
+            keys.wrong("num_attention_heads", f"hidden_size {width} / {heads} leaves {width % heads}, and there is no head_dim")
+        elif head_dim % 2:
+            keys.wrong(
+                "head_dim" if "head_dim" in keys.config else "hidden_size", f"rotary positions need an even head_dim, not {head_dim}"
+            )
     all_biases = keys.flag("attention_bias", False) if family.qkv_bias is None else None
     fields: dict[str, Any] = {
         **{"vocab": keys.whole("vocab_size"), "width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim},
         **{"mlp_width": keys.whole("intermediate_size"), "activation": _activation(keys, family)},
         **{"norm_eps": keys.number("rms_norm_eps", 1e-6), "tied": keys.flag("tie_word_embeddings", family.tied)},
         **{"qkv_bias": bool(all_biases if family.qkv_bias is None else family.qkv_bias), "out_bias": bool(all_biases)},
-        **{"mlp_bias": keys.flag("mlp_bias", False) if family == FAMILIES["llama"] else False, "qk_norm": family.qk_norm},
+        **{"mlp_bias": keys.flag("mlp_bias", False) if family.mlp_bias else False, "qk_norm": family.qk_norm},
     }
     if family.gemma:
         fields |= {"norm_offset": 1.0, "embedding_scale": math.sqrt(width)}
@@ -299,13 +304,12 @@ def _cap(keys: _Keys, key: str, default: float | None) -> float | None:
 
 def _windows(keys: _Keys, family: Family, depth: int) -> list[int | None]:
     """The window of each layer."""
-    is_mistral, is_qwen = family == FAMILIES["mistral"], family in (FAMILIES["qwen2"], FAMILIES["qwen3"])
-    if not (is_mistral or is_qwen or family.every):
+    if family.windows == "none":
         return [None] * depth
     window = keys.whole("sliding_window", None if "sliding_window" in keys.config else 4096)
-    if is_mistral:
+    if family.windows == "all":
         return [window] * depth
-    if is_qwen:
+    if family.windows == "last":
         window = window if keys.flag("use_sliding_window", False) else None
         first = keys.get("max_window_layers", 28, lambda value: isinstance(value, int) and value >= 0, "a whole number")
         types = ["sliding_attention" if window and number >= first else "full_attention" for number in range(depth)]

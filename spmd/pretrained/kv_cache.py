@@ -35,9 +35,22 @@ def cached_attention(
       The result, shaped like the query, and the cache for the next layer.
     """
     keys, values, number = cache
-    at = (number, jnp.arange(query.shape[0])[:, None], positions)
-    keys, values = (kept.at[at].set(new.astype(kept.dtype)) for kept, new in ((keys, key), (values, value)))
+    keys, values = (_store(kept, new, number, positions) for kept, new in ((keys, key), (values, value)))
     distance = positions[:, :, None] - jnp.arange(keys.shape[2])
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     key, value = (kept[number].astype(query.dtype) for kept in (keys, values))
     return attention(query, key, value, mask=seen[:, None], **options), (keys, values, number + 1)
+
+
+def _store(kept: jax.Array, new: jax.Array, number: jax.Array, positions: jax.Array) -> jax.Array:
+    """All layers' keys or values with new ones. Each row is a batch of its own to the compiler, which then leaves rows where they lie:
+    with `kept.at[number, rows, positions].set(new)` it gathers the new ones of all rows on every device."""
+    at = jnp.stack([jnp.broadcast_to(number, positions.shape), positions], axis=-1)
+    dims = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3),
+        inserted_window_dims=(0, 2),
+        scatter_dims_to_operand_dims=(0, 2),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+    return jax.lax.scatter(kept, at, new.astype(kept.dtype), dims, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
