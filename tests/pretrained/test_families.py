@@ -16,11 +16,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
-from spmd.pretrained.folders import load
+from spmd.pretrained.folders import load, save
+from spmd.pretrained.safetensors_files import open_files, write_file
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ["llama", "llama2", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"]
-LAYOUTS = {
+LAYOUTS = {  # and their mesh; a name after a colon tells meshes of one layout apart
     "fsdp": "data=8",
     "fsdp_transformer": "data=8",
     "tensor_parallel": "data=2,model=4",
@@ -29,6 +30,8 @@ LAYOUTS = {
     "pipeline_1f1b": "data=4,stage=2",
     "fsdp_pipeline_tensor": "data=2,stage=2,model=2",
     "transformer_parallel": "stage=2,replica=1,data=2,context=1,model=2",
+    "transformer_parallel:sequences": "stage=1,replica=1,data=2,context=2,model=2",
+    "tensor_parallel:more_devices_than_heads": "data=1,model=8",
 }
 
 
@@ -151,6 +154,37 @@ def test_cache_stays_where_it_lies():
     assert set(communicated) == {"all-reduce"} and len(communicated) <= 4
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_files_equal_those_loaded(name, tmp_path):
+    save(load(FIXTURES / name), tmp_path / "saved")
+    ours, theirs = (open_files(folder).tensors for folder in (tmp_path / "saved", FIXTURES / name))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert (ours[key].dtype, ours[key].shape) == (tensor.dtype, tensor.shape)
+        assert bytes_of(ours[key]) == bytes_of(tensor), key
+
+
+def bytes_of(tensor):
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.offset)
+        return file.read(tensor.nbytes)
+
+
+def test_gpt2_without_the_prefix_of_its_names(tmp_path):
+    """As OpenAI's folder has them, with the causal masks."""
+    folder = FIXTURES / "gpt2"
+    tensors = {name.removeprefix("transformer."): as_array(tensor) for name, tensor in open_files(folder).tensors.items()}
+    tensors["h.0.attn.bias"] = np.tri(64, dtype=np.float32)[None, None]
+    write_file(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    ours, theirs = (jax.tree.leaves(nnx.state(load(each), nnx.Param)) for each in (tmp_path, folder))
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)) and len(ours) == len(theirs) > 10
+
+
+def as_array(tensor):
+    return np.frombuffer(bytes_of(tensor), tensor.dtype).reshape(tensor.shape)
+
+
 def norm_only():
     """An optimizer that keeps the norm of the gradient, and changes nothing."""
 
@@ -171,9 +205,9 @@ def layout_cases():
 
 @pytest.mark.parametrize(("name", "layout"), list(layout_cases()))
 def test_layouts_equal_transformers(name, layout):
-    model = load(FIXTURES / name, mesh=LAYOUTS[layout], layout=layout)
+    where = {"mesh": LAYOUTS[layout], "layout": layout.partition(":")[0]}
     values, batch = expected(name), batch_of(name, copies=4)
-    trainer = spmd.Trainer(model, loss=spmd.losses.next_token, optimizer=norm_only(), mesh=LAYOUTS[layout], layout=layout)
+    trainer = spmd.Trainer(load(FIXTURES / name, **where), loss=spmd.losses.next_token, optimizer=norm_only(), **where)
     state, metrics = trainer.step(trainer.init(), batch)
     np.testing.assert_allclose([metrics["loss"], state.opt["norm"]], [values["loss"], values["grad_norm"]], rtol=1e-5)
     same_logits(name, trainer.predict(state, batch["tokens"])[: len(values["tokens"])])
