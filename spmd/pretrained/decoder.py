@@ -214,8 +214,8 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
             if segment_ids is not None:
-                goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
-                positions = positions - jax.lax.cummax(jnp.where(goes_on, 0, positions), axis=1)
+                continues = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+                positions = positions - jax.lax.cummax(jnp.where(continues, 0, positions), axis=1)
         x = self.embed(tokens)
         if self.config.embedding_scale is not None:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)

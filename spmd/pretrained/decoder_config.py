@@ -79,7 +79,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp_width")
-        wrong = [f"{name}={getattr(self, name)!r}" for name in sizes if not _is_whole(getattr(self, name))]
+        wrong = [f"{name}={getattr(self, name)!r}" for name in sizes if not _is_count(getattr(self, name))]
         if wrong or not self.layers:
             raise PretrainedError(f"DecoderConfig: {', '.join(wrong) or 'no layers'}.", fix="whole numbers from 1.")
         if self.heads % self.kv_heads:
@@ -181,7 +181,7 @@ UNSET: dict[str, tuple[Any, ...]] = {
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -221,9 +221,9 @@ class _Keys:
             return 1 if default is ... else default
         return value
 
-    def whole(self, key: str, default: Any = ...) -> Any:
+    def count(self, key: str, default: Any = ...) -> Any:
         """A whole number from 1."""
-        return self.get(key, default, _is_whole, "a whole number from 1")
+        return self.get(key, default, _is_count, "a whole number from 1")
 
     def number(self, key: str, default: Any = ...) -> Any:
         """A number above 0."""
@@ -252,10 +252,10 @@ class _Keys:
 
 def _modern(keys: _Keys, family: Family) -> dict[str, Any]:
     """The fields of a family with rotary positions and gated MLPs."""
-    width, heads, depth = keys.whole("hidden_size"), keys.whole("num_attention_heads"), keys.whole("num_hidden_layers")
+    width, heads, depth = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
     null_is_heads = "num_key_value_heads" in keys.config or family.kv_heads is None
-    kv_heads = keys.whole("num_key_value_heads", heads if null_is_heads else family.kv_heads)
-    head_dim = keys.whole("head_dim", family.head_dim or max(width // heads, 1))
+    kv_heads = keys.count("num_key_value_heads", heads if null_is_heads else family.kv_heads)
+    head_dim = keys.count("head_dim", family.head_dim or max(width // heads, 1))
     if not keys.problems:  # of missing and wrong numbers, each is said once
         if heads % kv_heads:
             keys.wrong("num_key_value_heads", f"{heads} heads / {kv_heads} leaves {heads % kv_heads}")
@@ -267,8 +267,8 @@ def _modern(keys: _Keys, family: Family) -> dict[str, Any]:
             )
     all_biases = keys.flag("attention_bias", False) if family.qkv_bias is None else None
     fields: dict[str, Any] = {
-        **{"vocab": keys.whole("vocab_size"), "width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim},
-        **{"mlp_width": keys.whole("intermediate_size"), "activation": _activation(keys, family)},
+        **{"vocab": keys.count("vocab_size"), "width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim},
+        **{"mlp_width": keys.count("intermediate_size"), "activation": _activation(keys, family)},
         **{"norm_eps": keys.number("rms_norm_eps", 1e-6), "tied": keys.flag("tie_word_embeddings", family.tied)},
         **{"qkv_bias": bool(all_biases if family.qkv_bias is None else family.qkv_bias), "out_bias": bool(all_biases)},
         **{"mlp_bias": keys.flag("mlp_bias", False) if family.mlp_bias else False, "qk_norm": family.qk_norm},
@@ -306,7 +306,7 @@ def _windows(keys: _Keys, family: Family, depth: int) -> list[int | None]:
     """The window of each layer."""
     if family.windows == "none":
         return [None] * depth
-    window = keys.whole("sliding_window", None if "sliding_window" in keys.config else 4096)
+    window = keys.count("sliding_window", None if "sliding_window" in keys.config else 4096)
     if family.windows == "all":
         return [window] * depth
     if family.windows == "last":
@@ -314,7 +314,7 @@ def _windows(keys: _Keys, family: Family, depth: int) -> list[int | None]:
         first = keys.get("max_window_layers", 28, lambda value: isinstance(value, int) and value >= 0, "a whole number")
         types = ["sliding_attention" if window and number >= first else "full_attention" for number in range(depth)]
     else:
-        every = keys.whole("sliding_window_pattern", family.every)
+        every = keys.count("sliding_window_pattern", family.every)
         types = ["sliding_attention" if (number + 1) % every else "full_attention" for number in range(depth)]
 
     def holds(value: Any) -> bool:
@@ -326,7 +326,7 @@ def _windows(keys: _Keys, family: Family, depth: int) -> list[int | None]:
 
 def _ropes(keys: _Keys, family: Family, head_dim: int) -> tuple[Rope, ...]:
     """The rotation of all layers, or those of layers without and with a window; from transformers 5's `rope_parameters`, or older keys."""
-    theta, length = keys.number("rope_theta", family.theta), keys.whole("max_position_embeddings", None)
+    theta, length = keys.number("rope_theta", family.theta), keys.count("max_position_embeddings", None)
     local = keys.number("rope_local_base_freq", family.local_theta) if family.local_theta else None
     keys.used |= {"rope_parameters", "rope_scaling"}
     key = "rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling"
@@ -375,16 +375,16 @@ def _rope(keys: _Keys, key: str, said: Mapping[str, Any], theta: float, length: 
 
 def _gpt2(keys: _Keys) -> dict[str, Any]:
     """The fields of a GPT-2, whose keys have other names."""
-    width, heads, positions = keys.whole("n_embd"), keys.whole("n_head"), keys.whole("n_positions", 1024)
+    width, heads, positions = keys.count("n_embd"), keys.count("n_head"), keys.count("n_positions", 1024)
     keys.used.add("n_ctx")  # the same number, in files of old versions
     if width % heads:
         keys.wrong("n_head", f"n_embd {width} / {heads} leaves {width % heads}")
     if keys.flag("scale_attn_by_inverse_layer_idx", False):
         keys.wrong("scale_attn_by_inverse_layer_idx", "the decoder has one scale for all layers")
     return {
-        **{"vocab": keys.whole("vocab_size", 50257), "width": width, "heads": heads, "kv_heads": heads},
-        **{"head_dim": max(width // heads, 1), "mlp_width": keys.whole("n_inner", 4 * width)},
-        **{"layers": (LayerKind(),) * keys.whole("n_layer"), "learned_positions": positions},
+        **{"vocab": keys.count("vocab_size", 50257), "width": width, "heads": heads, "kv_heads": heads},
+        **{"head_dim": max(width // heads, 1), "mlp_width": keys.count("n_inner", 4 * width)},
+        **{"layers": (LayerKind(),) * keys.count("n_layer"), "learned_positions": positions},
         **{"activation": keys.activation("activation_function", "gelu_new"), "gated": False},
         **{"norm": "layer", "norm_eps": keys.number("layer_norm_epsilon", 1e-5)},
         **{"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": keys.flag("tie_word_embeddings", True)},

@@ -21,7 +21,7 @@ from spmd.pretrained.safetensors_files import open_files, write_file
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ["llama", "llama2", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"]
-LAYOUTS = {  # and their mesh; a name after a colon tells meshes of one layout apart
+LAYOUTS = {  # and their meshes; after a colon, which of several meshes
     "fsdp": "data=8",
     "fsdp_transformer": "data=8",
     "tensor_parallel": "data=2,model=4",
