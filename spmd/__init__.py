@@ -15,6 +15,7 @@ _NAMES = {
     "spmd.errors": ("SpmdError",),
     "spmd.inference.ensemble": ("Ensemble",),
     "spmd.inference.exporter": ("export",),
+    "spmd.inference.generation": ("Generator", "generate"),
     "spmd.inference.loader": ("ExportedModel", "load_exported"),
     "spmd.layout.gradients": ("GradientRule", "Gradients"),
     "spmd.layout.compiler": ("Compiler",),
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.errors import SpmdError as SpmdError
     from spmd.inference.ensemble import Ensemble as Ensemble
     from spmd.inference.exporter import export as export
+    from spmd.inference.generation import Generator as Generator, generate as generate
     from spmd.inference.loader import ExportedModel as ExportedModel, load_exported as load_exported
     from spmd.layout.compiler import Compiler as Compiler
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients

@@ -284,13 +284,12 @@ def test_options_of_load_and_save(tmp_path, golden):
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "lama", "architectures": ["LamaForCausalLM"]}'])
-def test_config_without_a_known_model(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("spmd.pretrained.architectures.ARCHITECTURES", {"llama": None, "gpt2": None})
+def test_config_without_a_known_model(config, tmp_path):
     (tmp_path / "config.json").write_text(config)
     text = text_of(lambda: spmd.pretrained.load(tmp_path), tmp_path)
     assert "FOLDER/config.json" in text
     if "lama" in config:
-        assert 'unknown model_type "lama" (architectures: LamaForCausalLM); known: llama, gpt2.' in text
+        assert 'unknown model_type "lama" (architectures: LamaForCausalLM); known: ' in text and ", llama, " in text
         assert 'did you mean "llama"?' in text
 
 

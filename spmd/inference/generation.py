@@ -1,0 +1,338 @@
+"""Text from a language model, token by token: one compiled program that reads the prompts and then writes until all rows have ended."""
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.errors import DataError, OptionError, check_integer, short_repr, type_name
+from spmd.inference.forward import to_host
+from spmd.layout.schema import Layout
+from spmd.mesh import make_mesh
+from spmd.models.base import Call, Model, Variables
+from spmd.models.wrap import wrap
+from spmd.nn.parallel_context import ParallelConfig, parallel_scope
+from spmd.nn.unchanged_models import CALLS
+from spmd.specs import entry_axes
+from spmd.train.precision import cast, compute_dtype
+from spmd.train.state import check_alive
+from spmd.tree import Tree
+
+UNIT = 16  # lengths are rounded up to multiples of this, so that prompts of like lengths use the same program
+MODEL_FIX = "a module of spmd.pretrained.load, or one with  init_cache(rows, length, dtype)  and  model(tokens, positions=, cache=)."
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from its logits; temperature 0 takes the most likely one.
+
+    Attributes:
+      temperature: divides the logits.
+      top_k: only the so many most likely tokens are drawn; None: all.
+      top_p: only the most likely tokens that together have this probability are drawn (Holtzman et al., arXiv:1904.09751); None: all.
+
+    >>> Sampling(0.7, top_k=50).greedy, Sampling().greedy
+    (False, True)
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if not _is_number(self.temperature) or self.temperature < 0:
+            raise OptionError(f"temperature={short_repr(self.temperature)}.", fix="a number from 0; 0 takes the most likely token.")
+        check_integer(self.top_k, "top_k", optional=True)
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise OptionError(f"top_p={short_repr(self.top_p)}.", fix="a probability above 0, up to 1.")
+        if self.greedy and (self.top_k is not None or self.top_p is not None):
+            raise OptionError("top_k and top_p do nothing at temperature 0, which takes the most likely token.", fix="temperature=1.0.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """Tokens int32[rows] from logits float32[rows, vocab], each drawn with its row's key."""
+        if self.greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p is not None:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            probabilities = jax.nn.softmax(ordered, axis=-1)
+            kept = jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p  # the most likely one always is
+            least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+class Generator:
+    """A language model ready to write; its program is compiled at the first call, and again for longer prompts.
+
+    Args:
+      model: a result of `fit`, or a module with a cache of keys and values, such as `spmd.pretrained.load` gives.
+      mesh, layout: as for `fit`; rows are sharded over the layout's data axes, keys and values of heads over the axis of `kv_heads` in
+        its `[axes]`. None: those of the result; for a module, the mesh on which its arrays lie, and no layout: the compiler chooses.
+
+    Raises:
+      OptionError: the model has no cache.
+
+    Example:
+      >>> from spmd.pretrained.decoder import Decoder
+      >>> from spmd.pretrained.decoder_config import DecoderConfig, LayerKind
+      >>> config = DecoderConfig(vocab=10, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=16, layers=(LayerKind(),))
+      >>> write = Generator(Decoder(config, rngs=nnx.Rngs(0)))
+      >>> write([[1, 2]], max_new_tokens=3)[0].shape, write([[3]], max_new_tokens=3, temperature=0.5)[0].shape
+      ((3,), (3,))
+    """
+
+    def __init__(self, model: Any, *, mesh: Any = None, layout: str | Path | Layout | None = None):
+        module = model if isinstance(model, nnx.Module) else getattr(model, "model", None)
+        if module is None:
+            raise OptionError(f"model={short_repr(model)} is {type_name(model)}.", fix=f"a result of fit, {MODEL_FIX}")
+        if not hasattr(module, "init_cache"):
+            raise OptionError(f"{type(module).__name__} has no cache of keys and values.", fix=MODEL_FIX)
+        self._products, self._dtype, used_mesh, used_layout = {}, None, None, None
+        if module is model:
+            self._given: Model = wrap(module)
+            self._variables: Any = self._given.concrete
+            used_mesh = _mesh_of(self._variables)
+        else:
+            result: Any = model
+            trainer, state = result.trainer, result.state
+            check_alive(state)
+            placed, used_mesh, used_layout = trainer.placed, trainer.mesh, trainer.layout
+            self._given, self._products, self._dtype = placed.given, {"products": placed.products}, compute_dtype(placed.config.precision)
+            self._variables = Variables(placed.unpacked(state.params), state.stats, state.rngs)
+        self._mesh: Mesh | None = used_mesh if mesh is None else make_mesh(mesh)
+        self._layout = used_layout if layout is None else Layout.load(layout)
+        config = getattr(module, "config", None)
+        self._vocab, self._longest = getattr(config, "vocab", None), getattr(config, "learned_positions", None)
+        self._run = jax.jit(self._write, static_argnames=("sampling", "new", "length"))
+
+    @functools.cached_property
+    def _parallel(self) -> ParallelConfig:
+        layout = self._layout or Layout()
+        on_mesh = self._mesh is not None and self._layout is not None
+        data = tuple(axis for axis in layout.data_axes() if axis in self._mesh.shape) if on_mesh and self._mesh is not None else ()
+        implementation = layout.attention.implementation
+        calls = CALLS if implementation is not None else {}
+        return ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation, calls=calls)
+
+    def _bind(self, variables: Variables) -> Any:
+        computed = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
+        return self._given.bind(computed, Call(training=False, dtype=self._dtype, **self._products))
+
+    def _sharded(self, cache: Tree) -> Tree:
+        """A cache [layers, rows, length, kv_heads, head_dim]: rows over the data axes, heads over those of `kv_heads`."""
+        parallel = self._parallel
+        if parallel.mesh is None:
+            return cache
+        mesh, named = parallel.mesh, dict((self._layout or Layout()).axes)
+        heads = tuple(axis for axis in entry_axes(named.get("kv_heads")) if axis in mesh.shape)
+
+        def shard(leaf: jax.Array) -> jax.Array:
+            by_head = heads if heads and leaf.shape[3] % math.prod(mesh.shape[axis] for axis in heads) == 0 else None
+            spec = PartitionSpec(None, parallel.data or None, None, by_head, None)
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+        return jax.tree.map(shard, cache)
+
+    def _write(
+        self,
+        variables: Variables,
+        prompt: jax.Array,
+        lengths: jax.Array,
+        stop: jax.Array,
+        key: jax.Array,
+        *,
+        sampling: Any,
+        new: int,
+        length: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens int32[rows, new] that follow the prompts [rows, longest], and how many each row has before it ended."""
+        rows = prompt.shape[0]
+        by_row = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+
+        def step(token: jax.Array, positions: jax.Array, cache: Tree) -> tuple[jax.Array, Tree]:
+            with parallel_scope(self._parallel):
+                return self._bind(variables)(token, positions=positions, cache=cache)
+
+        def go_on(state: tuple) -> jax.Array:
+            number, _, done, *_ = state
+            return (number < new) & ~done.all()
+
+        def write(state: tuple) -> tuple:
+            number, token, done, counts, written, cache = state
+            logits, cache = step(token[:, None], (lengths - 1 + number)[:, None], cache)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(by_row, number)
+            token = jnp.where(done, 0, sampling.choose(logits[:, 0].astype(jnp.float32), keys))
+            written = jax.lax.dynamic_update_index_in_dim(written, token, number, 1)
+            counts, done = counts + ~done, done | (token[:, None] == stop).any(axis=1)
+            return number + 1, token, done, counts, written, self._sharded(cache)
+
+        params = jax.tree.leaves(variables.params)
+        dtype = self._dtype or jnp.result_type(*(leaf.dtype for leaf in params))
+        positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
+        cache = self._sharded(self._bind(variables).init_cache(rows, length, dtype))
+        _, cache = step(prompt, positions, cache)  # the logits are not used, so they are not computed
+        last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
+        none = jnp.zeros(rows, jnp.int32)
+        start = jnp.zeros((), jnp.int32), last, lengths < 0, none, jnp.zeros((rows, new), jnp.int32), self._sharded(cache)
+        _, _, _, counts, written, _ = jax.lax.while_loop(go_on, write, start)
+        return written, counts
+
+    def __call__(
+        self,
+        tokens: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop: Sequence[int] = (),
+    ) -> list[np.ndarray]:
+        """The tokens that follow each prompt; arguments, results and errors as of `generate`."""
+        sampling = Sampling(temperature, top_k, top_p)
+        check_integer(max_new_tokens, "max_new_tokens")
+        check_integer(seed, "seed", 0)
+        prompts = _prompts(tokens, self._vocab)
+        ends = _stop_tokens(stop)
+        longest = max(map(len, prompts))
+        if self._longest is not None and longest + max_new_tokens > self._longest:
+            why = f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} need {longest + max_new_tokens} positions"
+            room = self._longest - longest
+            fix = f"max_new_tokens={room}, or shorter prompts." if room > 0 else "shorter prompts."
+            raise DataError(f"{why}; the model has {self._longest}.", fix=fix)
+        workers = math.prod(self._parallel.axis_size(axis) for axis in self._parallel.data)
+        rows = [*prompts, *[prompts[-1]] * (-len(prompts) % workers)]
+        length = -(-(longest + max_new_tokens) // UNIT) * UNIT
+        length = length if self._longest is None else min(length, self._longest)
+        prompt = np.zeros((len(rows), min(-(-longest // UNIT) * UNIT, length)), np.int32)
+        for number, row in enumerate(rows):
+            prompt[number, : len(row)] = row
+        lengths = np.array([len(row) for row in rows], np.int32)
+        by_row = (self._placed(x, self._parallel.data) for x in (prompt, lengths))
+        stops, key = (self._placed(x, ()) for x in (ends, np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))))
+        run = functools.partial(self._run, sampling=sampling, new=max_new_tokens, length=length)
+        written, counts = run(self._variables, *by_row, stops, jax.random.wrap_key_data(key, impl="threefry2x32"))
+        written, counts = to_host(written), to_host(counts)
+        return [written[number, : counts[number]] for number in range(len(prompts))]
+
+    def _placed(self, x: np.ndarray, rows: tuple[str, ...]) -> jax.Array:
+        """An array that every process has, on the mesh: dim 0 over these axes."""
+        if self._mesh is None:
+            return jnp.asarray(x)
+        at = NamedSharding(self._mesh, PartitionSpec(rows or None))
+        return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
+
+
+def generate(
+    model: Any,
+    tokens: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+    mesh: Any = None,
+    layout: str | Path | Layout | None = None,
+) -> list[np.ndarray]:
+    """The tokens that a language model writes after each prompt.
+
+    Prompts and new tokens are one compiled program: the prompts are read at once, then tokens are written one after the other with a
+    cache of keys and values, until all rows have ended. What a row draws depends on the seed, its number and its text alone, not on the
+    mesh. For several calls make a `spmd.Generator` once, which keeps the program.
+
+    Args:
+      model: a result of `fit`, or a module with a cache, such as `spmd.pretrained.load` gives.
+      tokens: prompts: a list of lists of token ids, which may differ in length, or int[rows, length]. In all processes the same.
+      max_new_tokens: at most so many tokens are written to each row.
+      temperature: 0 takes the most likely token; otherwise logits are divided by it and a token is drawn.
+      top_k, top_p: limits of what is drawn (`Sampling`).
+      seed: of the draws.
+      stop: token ids that end a row; the one that ended it is its last.
+      mesh, layout: where rows and the cache lie (`Generator`).
+
+    Returns:
+      For each prompt the new tokens, int32[up to max_new_tokens], on the host.
+
+    Raises:
+      OptionError: an option is out of range, or the model has no cache.
+      DataError: a prompt is empty, has ids that are not in the vocabulary, or is too long for the model.
+
+    Example:
+      >>> from spmd.pretrained.decoder import Decoder
+      >>> from spmd.pretrained.decoder_config import DecoderConfig, LayerKind
+      >>> config = DecoderConfig(vocab=10, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=16, layers=(LayerKind(),) * 2)
+      >>> model = Decoder(config, rngs=nnx.Rngs(0))
+      >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
+      [5, 5]
+    """
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop}
+    return Generator(model, mesh=mesh, layout=layout)(tokens, max_new_tokens=max_new_tokens, **options)
+
+
+def _mesh_of(variables: Variables) -> Mesh | None:
+    """The mesh on which arrays lie; None for one device."""
+    for leaf in jax.tree.leaves(variables):
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            return leaf.sharding.mesh  # type: ignore[return-value]  # of arrays it is no abstract one
+    return None
+
+
+def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
+    """The prompts as int32 arrays.
+
+    Raises:
+      DataError: there are none; one is empty, is no list of whole numbers, or has ids out of range.
+    """
+    fix = "a list of lists of token ids, one for each prompt, such as [[1, 15, 7], [1, 9]]."
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray | jax.Array):
+        raise DataError(f"tokens={short_repr(tokens)} is {type_name(tokens)}.", fix=fix)
+    if len(tokens) == 0:
+        raise DataError("tokens: no prompt.", fix=fix)
+    prompts = []
+    for number, row in enumerate(tokens):
+        try:
+            ids = np.asarray(row)
+        except ValueError:
+            ids = np.zeros((0, 0))
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise DataError(f"tokens[{number}]={short_repr(row)} is no list of token ids.", fix=fix)
+        if ids.size == 0:
+            raise DataError(f"tokens[{number}] is empty.", fix="one token at least, such as the one that begins a text.")
+        bad = ids[(ids < 0) | (ids >= (vocab or 2**31))]
+        if bad.size:
+            raise DataError(f"tokens[{number}] has id {bad[0]}; the model has {vocab} tokens, from 0.", fix="the tokenizer of this model.")
+        prompts.append(ids.astype(np.int32))
+    return prompts
+
+
+def _stop_tokens(stop: Sequence[int]) -> np.ndarray:
+    """Ids as int32[count], with one that no token has: an array without elements is not what a program wants."""
+    if isinstance(stop, str | bytes) or not isinstance(stop, Sequence | np.ndarray):
+        raise OptionError(f"stop={short_repr(stop)}.", fix="a list of token ids, such as [2].")
+    for token in stop:
+        check_integer(token, "stop", 0)
+    return np.array([-1, *stop], np.int32)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,123 @@
+"""Generation: what `transformers` writes greedily, under layouts and from results of `fit`; draws by seed; bad input."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.errors import SpmdError
+from spmd.inference.generation import Generator, Sampling, generate
+from spmd.pretrained.folders import load
+
+FIXTURES = Path(__file__).parents[1] / "pretrained" / "fixtures"
+LAYOUTS = {"fsdp": "data=8", "tensor_parallel": "data=4,model=2", "pipeline": "data=4,stage=2"}
+
+
+@functools.cache
+def expected(name):
+    with np.load(FIXTURES / name / "expected.npz") as file:
+        return dict(file)
+
+
+def prompts_of(name):
+    values = expected(name)
+    return [row[:length].tolist() for row, length in zip(values["prompt"], values["lengths"], strict=True)]
+
+
+@functools.cache
+def model_of(name):
+    return load(FIXTURES / name, progress=False)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3", "mistral", "gemma2"])
+def test_greedy_tokens_are_those_of_transformers(name):
+    wanted = expected(name)["generated"]
+    written = generate(model_of(name), prompts_of(name), max_new_tokens=wanted.shape[1])
+    assert len({len(prompt) for prompt in prompts_of(name)}) > 1, "prompts differ in length"
+    np.testing.assert_array_equal(written, wanted)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_write_the_same(layout):
+    """Of a result of `fit` with a learning rate of 0, so that its precision, layout and mesh are used."""
+    model = load(FIXTURES / "llama", mesh=LAYOUTS[layout], layout=layout, progress=False)
+    tokens = np.tile(expected("llama")["tokens"], (8, 1))[:8]
+    batch = {"tokens": tokens, "targets": tokens, "mask": np.ones(tokens.shape, "float32")}
+    options = {"mesh": LAYOUTS[layout], "layout": layout, "batch_size": 8, "steps": 1, "progress": False}
+    result = spmd.fit(model, batch, loss=spmd.losses.next_token, optimizer=optax.sgd(0.0), **options)
+    written = generate(result, prompts_of("llama"), max_new_tokens=expected("llama")["generated"].shape[1])
+    np.testing.assert_array_equal(written, expected("llama")["generated"])
+
+
+def test_a_row_ends_with_its_stop_token_and_others_go_on():
+    wanted = expected("llama")["generated"]
+    stop = int(wanted[0, 3])
+    written = generate(model_of("llama"), prompts_of("llama"), max_new_tokens=wanted.shape[1], stop=[stop])
+    for row, full in zip(written, wanted, strict=True):
+        ends = np.flatnonzero(full == stop)
+        np.testing.assert_array_equal(row, full[: ends[0] + 1] if len(ends) else full)
+    assert len({len(row) for row in written}) > 1
+
+
+def test_one_program_serves_prompts_of_like_lengths_and_draws_follow_the_seed():
+    generator, prompts = Generator(model_of("llama")), prompts_of("llama")
+    options = {"max_new_tokens": 8, "temperature": 1.5}
+    first, again = (np.stack(generator(prompts, seed=3, **options)) for _ in range(2))
+    other = np.stack(generator([prompt[::-1] for prompt in prompts], seed=4, **options))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any() and generator._run._cache_size() == 1
+    alone = generator(prompts[:1], seed=3, **options)
+    np.testing.assert_array_equal(alone[0], first[0])  # a row does not depend on the others
+
+
+def test_draws_have_the_probabilities_that_are_asked_for():
+    """Of 4,000 rows; what top_k and top_p leave out is never drawn."""
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+    rows, keys = jnp.tile(logits, (4000, 1)), jax.random.split(jax.random.key(0), 4000)
+
+    def share(**options):
+        return np.bincount(Sampling(1.0, **options).choose(rows, keys), minlength=4) / 4000
+
+    assert np.abs(share() - [0.4, 0.3, 0.2, 0.1]).max() < 0.05  # five standard deviations are 0.04
+    assert np.abs(share(top_k=2) - [4 / 7, 3 / 7, 0, 0]).max() < 0.05 and share(top_k=2)[2:].sum() == 0
+    assert np.abs(share(top_p=0.71) - [4 / 9, 3 / 9, 2 / 9, 0]).max() < 0.05 and share(top_p=0.71)[3] == 0
+    assert share(top_p=0.69)[2:].sum() == 0
+    cold = np.bincount(Sampling(0.01).choose(rows, keys), minlength=4)
+    assert cold[0] == 4000 == np.bincount(Sampling().choose(rows, keys), minlength=4)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": []}, "no prompt"),
+        ({"tokens": "abc"}, "tokens='abc' is a str"),
+        ({"tokens": [[1], []]}, "tokens[1] is empty"),
+        ({"tokens": [[1], [0.5]]}, "tokens[1]=[0.5] is no list of token ids"),
+        ({"tokens": [[1, 10**6]]}, "tokens[0] has id 1000000; the model has"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_k": 5}, "top_k and top_p do nothing at temperature 0"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
+        ({"stop": "x"}, "stop='x'"),
+        ({"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, "Linear has no cache of keys and values"),
+        ({"model": 3}, "model=3 is an int"),
+        ({"model": "gpt2", "max_new_tokens": 10**4}, "need 10009 positions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_named(options, message):
+    model = options.get("model", "llama")
+    chosen = {"tokens": prompts_of("llama"), "max_new_tokens": 4} | options
+    chosen["model"] = model_of(model) if isinstance(model, str) else model
+    with pytest.raises(SpmdError) as caught:
+        generate(chosen.pop("model"), chosen.pop("tokens"), **chosen)
+    assert message in str(caught.value)
