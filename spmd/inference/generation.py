@@ -171,7 +171,7 @@ class Generator:
             with parallel_scope(self._parallel):
                 return self._bind(variables)(token, positions=positions, cache=cache)
 
-        def go_on(state: tuple) -> jax.Array:
+        def continues(state: tuple) -> jax.Array:
             number, _, done, *_ = state
             return (number < new) & ~done.all()
 
@@ -192,7 +192,7 @@ class Generator:
         last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
         none = jnp.zeros(rows, jnp.int32)
         start = jnp.zeros((), jnp.int32), last, lengths < 0, none, jnp.zeros((rows, new), jnp.int32), self._sharded(cache)
-        _, _, _, counts, written, _ = jax.lax.while_loop(go_on, write, start)
+        _, _, _, counts, written, _ = jax.lax.while_loop(continues, write, start)
         return written, counts
 
     def __call__(

@@ -57,7 +57,7 @@ def test_layouts_write_the_same(layout):
     np.testing.assert_array_equal(written, expected("llama")["generated"])
 
 
-def test_a_row_ends_with_its_stop_token_and_others_go_on():
+def test_a_row_ends_with_its_stop_token_and_others_continue():
     wanted = expected("llama")["generated"]
     stop = int(wanted[0, 3])
     written = generate(model_of("llama"), prompts_of("llama"), max_new_tokens=wanted.shape[1], stop=[stop])
