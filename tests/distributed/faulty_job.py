@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import dataclasses
 import hashlib
 import os
 import signal
@@ -36,8 +37,13 @@ def parse_options():
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--layout", default="fsdp_bf16")
+    parser.add_argument("--layout", help="default: fsdp_bf16 with error feedback, whose residuals must survive, too")
     return parser.parse_args()
+
+
+def with_feedback(name):
+    layout = spmd.Layout.load(name)
+    return dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, error_feedback=True))
 
 
 def die_while_saving(moment, step):
@@ -125,7 +131,7 @@ def main():
         steps=options.steps,
         loss=spmd.losses.cross_entropy,
         optimizer=optax.sgd(0.5 if differs("learning rate") else 0.1, momentum=0.9),
-        layout="data_parallel" if differs("layout") else options.layout,
+        layout="data_parallel" if differs("layout") else options.layout or with_feedback("fsdp_bf16"),
         checkpoint=spmd.Checkpoint(options.folder, every=options.every) if options.folder else None,
         resume=options.resume,
         callbacks=[fault, *([spmd.callbacks.CheckReplicas(10)] if differs("callbacks") else [])],
