@@ -48,6 +48,7 @@ SIDEWAYS = {
     ("sweeps", "inference"),
     ("inference", "trainer.py"),
     ("api.py", "inference"),  # a result can be exported
+    ("callbacks.py", "inference"),  # one that lets a model write
     ("__main__.py", "__init__.py"),
 }
 

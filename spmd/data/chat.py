@@ -58,6 +58,10 @@ class ChatFormat:
             text += after
         return Rendered(text, answers)
 
+    def prompt(self, messages: list[Message]) -> str:
+        """The text of a conversation up to where the assistant is to answer."""
+        return self.render(messages).text + self.assistant[0]
+
     def _turns(self, messages: list[Message]) -> list[tuple[str, str]]:
         turns = []
         for number, message in enumerate(messages, 1):
@@ -149,6 +153,10 @@ class ChatTemplate:
                     raise ValueError(f"{why}, so the answer cannot be found in it")
                 answers.append((len(begin), len(end)))
         return Rendered(text, answers)
+
+    def prompt(self, messages: list[Message]) -> str:
+        """The text of a conversation up to where the assistant is to answer."""
+        return self._text(messages, True)
 
     def _text(self, messages: list[Message], prompt: bool) -> str:
         try:

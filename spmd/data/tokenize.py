@@ -33,18 +33,20 @@ class Tokenizer:
       size: the largest token id, plus 1: the least vocabulary of a model.
       settings: `tokenizer_config.json`, and the template of `chat_template.jinja` if there is one.
       hash: of the file's bytes.
+      folder: where the file is, None for a tokenizer from no file.
     """
 
     def __init__(self, source: Any):
         tokenizers = import_extra("tokenizers", "text")
         self.settings: dict[str, Any] = {}
+        self.folder: Path | None = None
         if isinstance(source, tokenizers.Tokenizer):
             self.name, text = "the tokenizer", source.to_str().encode()
         else:
             path = as_path(source, "tokenizer")
             path = path if path.suffix == ".json" else path / "tokenizer.json"
             self.name, text = str(path), _bytes_of(path)
-            self.settings = _settings(path.parent)
+            self.folder, self.settings = path.parent, _settings(path.parent)
         try:
             self.tokens = tokenizers.Tokenizer.from_buffer(text)  # of one's own, since it is changed below
         except Exception as error:

@@ -23,8 +23,9 @@ from spmd.models.wrap import wrap
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.unchanged_models import CALLS
 from spmd.specs import entry_axes
+from spmd.train.model_setup import PlacedModel
 from spmd.train.precision import cast, compute_dtype
-from spmd.train.state import check_alive
+from spmd.train.state import State, check_alive
 from spmd.tree import Tree
 
 UNIT = 16  # lengths are rounded up to multiples of this, so that prompts of like lengths use the same program
@@ -83,7 +84,8 @@ class Generator:
     """A language model ready to write; its program is compiled at the first call, and again for longer prompts.
 
     Args:
-      model: a result of `fit`, or a module with a cache of keys and values, such as `spmd.pretrained.load` gives.
+      model: a result of `fit`, or a module with a cache of keys and values, such as `spmd.pretrained.load` gives; or a `Trainer`, of which
+        each call names a `state`.
       mesh, layout: as for `fit`; rows are sharded over the layout's data axes, keys and values of heads over the axis of `kv_heads` in
         its `[axes]`. None: those of the result; for a module, the mesh on which its arrays lie, and no layout: the compiler chooses.
 
@@ -100,28 +102,41 @@ class Generator:
     """
 
     def __init__(self, model: Any, *, mesh: Any = None, layout: str | Path | Layout | None = None):
-        module = model if isinstance(model, nnx.Module) else getattr(model, "model", None)
-        if module is None:
-            raise OptionError(f"model={short_repr(model)} is {type_name(model)}.", fix=f"a result of fit, {MODEL_FIX}")
+        self._placed_model: PlacedModel | None = None
+        self._variables: Variables | None = None
+        self._products: dict[str, Any] = {}
+        self._dtype, used_mesh, used_layout = None, None, None
+        if isinstance(model, nnx.Module):
+            self._given: Model = wrap(model)
+            self._variables = self._given.concrete
+            abstract, used_mesh = self._variables, _mesh_of(self._variables)
+        else:
+            trainer = getattr(model, "trainer", model)
+            placed = getattr(trainer, "placed", trainer)
+            if not isinstance(placed, PlacedModel):
+                raise OptionError(f"model={short_repr(model)} is {type_name(model)}.", fix=f"a result of fit, {MODEL_FIX}")
+            self._placed_model, self._given, abstract = placed, placed.given, placed.abstract_variables
+            used_mesh, used_layout = placed.mesh, placed.resolved.layout
+            self._products, self._dtype = {"products": placed.products}, compute_dtype(placed.config.precision)
+            if hasattr(model, "state"):
+                self._variables = self._of_state(model.state)
+        module = _shown(self._given, abstract)
         if not hasattr(module, "init_cache"):
             raise OptionError(f"{type(module).__name__} has no cache of keys and values.", fix=MODEL_FIX)
-        self._products, self._dtype, used_mesh, used_layout = {}, None, None, None
-        if module is model:
-            self._given: Model = wrap(module)
-            self._variables: Any = self._given.concrete
-            used_mesh = _mesh_of(self._variables)
-        else:
-            result: Any = model
-            trainer, state = result.trainer, result.state
-            check_alive(state)
-            placed, used_mesh, used_layout = trainer.placed, trainer.mesh, trainer.layout
-            self._given, self._products, self._dtype = placed.given, {"products": placed.products}, compute_dtype(placed.config.precision)
-            self._variables = Variables(placed.unpacked(state.params), state.stats, state.rngs)
         self._mesh: Mesh | None = used_mesh if mesh is None else make_mesh(mesh)
         self._layout = used_layout if layout is None else Layout.load(layout)
         config = getattr(module, "config", None)
         self._vocab, self._longest = getattr(config, "vocab", None), getattr(config, "learned_positions", None)
         self._run = jax.jit(self._write, static_argnames=("sampling", "new", "length"))
+
+    def _of_state(self, state: State) -> Variables:
+        """The model's arrays in a state of its run."""
+        if self._placed_model is None:
+            raise OptionError(
+                "state= is for a generator of a run, and this one is of a module.", fix="Generator(trainer), or leave it out."
+            )
+        check_alive(state)
+        return Variables(self._placed_model.unpacked(state.params), state.stats, state.rngs)
 
     @functools.cached_property
     def _parallel(self) -> ParallelConfig:
@@ -205,11 +220,18 @@ class Generator:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[int] = (),
+        state: State | None = None,
     ) -> list[np.ndarray]:
-        """The tokens that follow each prompt; arguments, results and errors as of `generate`."""
+        """The tokens that follow each prompt; arguments, results and errors as of `generate`.
+
+        `state`: one of the run that this generator is for, in place of the result's; the program stays the same.
+        """
         sampling = Sampling(temperature, top_k, top_p)
         check_integer(max_new_tokens, "max_new_tokens")
         check_integer(seed, "seed", 0)
+        variables = self._variables if state is None else self._of_state(state)
+        if variables is None:
+            raise OptionError("a generator of a trainer has no state.", fix="state=trainer.init(), or one that a step returned.")
         prompts = _prompts(tokens, self._vocab)
         ends = _stop_tokens(stop)
         longest = max(map(len, prompts))
@@ -229,7 +251,7 @@ class Generator:
         by_row = (self._placed(x, self._parallel.data) for x in (prompt, lengths))
         stops, key = (self._placed(x, ()) for x in (ends, np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))))
         run = functools.partial(self._run, sampling=sampling, new=max_new_tokens, length=length)
-        written, counts = run(self._variables, *by_row, stops, jax.random.wrap_key_data(key, impl="threefry2x32"))
+        written, counts = run(variables, *by_row, stops, jax.random.wrap_key_data(key, impl="threefry2x32"))
         written, counts = to_host(written), to_host(counts)
         return [written[number, : counts[number]] for number in range(len(prompts))]
 
@@ -287,6 +309,13 @@ def generate(
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop}
     return Generator(model, mesh=mesh, layout=layout)(tokens, max_new_tokens=max_new_tokens, **options)
+
+
+def _shown(given: Model, variables: Variables) -> Any:
+    """The model without values in its arrays, to ask it what it has."""
+    models = []
+    jax.eval_shape(lambda values: models.append(given.bind(values, Call(training=False))), variables)
+    return models[0]
 
 
 def _mesh_of(variables: Variables) -> Mesh | None:

@@ -44,6 +44,11 @@ class Info:
             )
         return self._control.run.state
 
+    @property
+    def placed(self) -> Any:
+        """The model on its mesh, as `Trainer.placed`: with `state`, all that a program of one's own needs."""
+        return self._control.config.program.placed
+
     def stop(self, reason: str) -> None:
         """Stop the run cleanly: the last checkpoint is written and `fit` returns.
 

@@ -1,0 +1,117 @@
+"""Prompts: text to the tokens that a model is given, and the tokens that it writes to text."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd.data.chat import messages_of
+from spmd.data.text_files import check_text
+from spmd.data.tokenize import Conversation, Tokenizer, style_of
+from spmd.errors import DataError, first_line, short_repr, type_name
+
+END_FILES = ("generation_config.json", "config.json")  # the first that names a token counts, as for `transformers`
+
+
+class Prompts:
+    """Encodes prompts and decodes what a model writes, by the files of its folder.
+
+    Args:
+      tokenizer: a folder with a tokenizer.json, the path of one, or a `tokenizers.Tokenizer`.
+      chat: a prompt is what a user says, in this format (`spmd.data.text`), and the model answers; None: a prompt is text to continue.
+
+    Attributes:
+      stop: ids of the tokens that end a text: the `eos_token_id` of generation_config.json or config.json, else the `eos_token` of
+        tokenizer_config.json; in a chat also the token that ends an answer.
+
+    Raises:
+      DataError: no tokenizer, an unknown format, or one whose special tokens the tokenizer lacks.
+
+    Example:
+      >>> import tokenizers
+      >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
+      >>> words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+      >>> prompts = Prompts(words)
+      >>> prompts.encode("a b a"), prompts.decode([1, 1]), prompts.stop
+      ([0, 1, 0], 'b b', ())
+    """
+
+    def __init__(self, tokenizer: Any, chat: str | None = None):
+        self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+        style = None if chat is None else style_of(None, chat, self.tokenizer, answers=True)
+        self._chat = style if isinstance(style, Conversation) else None
+        folder, named = self.tokenizer.folder, self.tokenizer.named().get("eos_token")
+        ends = () if folder is None else end_tokens(folder)
+        by_name = None if ends or named is None else self.tokenizer.id_of(named)
+        self.stop = tuple(dict.fromkeys([*ends, *([] if by_name is None else [by_name]), *self._ends_of_answers()]))
+
+    def _ends_of_answers(self) -> list[int]:
+        """The special token after an answer."""
+        if self._chat is None:
+            return []
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            rendered = self._chat.form.render(turns)
+        except ValueError as error:
+            raise DataError(f"{self.tokenizer.name}: {error}.", fix="another chat= format.") from error
+        begin, end = rendered.answers[-1]
+        tokens = self._chat.reserved.findall(rendered.text[begin:end])
+        ids = [self.tokenizer.id_of(token) for token in tokens[:1]]
+        return [token for token in ids if token is not None]
+
+    def encode(self, prompt: str) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+          DataError: it is no text, it has no tokens, or it cannot be said in this chat.
+        """
+        try:
+            text = check_text(prompt, "it")
+            if self._chat is not None:
+                turns = messages_of([{"role": "user", "content": text}], "messages", self._chat.reserved)
+                text = self._chat.form.prompt(turns)
+            plain = self._ids(text, special=False)
+            ids = plain if self._chat is not None else self._ids(text, special=True)
+        except ValueError as error:
+            raise DataError(f"prompt {short_repr(prompt)}: {error}.", fix="another prompt.") from error
+        if ids and ids[-1] in self.stop and plain[-1:] != ids[-1:]:  # some tokenizers end every text, and this one is to go on
+            ids = ids[:-1]
+        if not ids:
+            raise DataError(f"prompt {short_repr(prompt)} has no tokens.", fix="one token at least, such as the one that begins a text.")
+        return ids
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return list(self.tokenizer.encode([text], special=special, offsets=False)[0].ids)
+        except Exception as error:  # such as a word that is in no vocabulary without a token for unknown ones
+            raise ValueError(f"it cannot be tokenized: {first_line(error)}") from error
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of token ids, without special tokens."""
+        return self.tokenizer.tokens.decode([int(token) for token in ids], skip_special_tokens=True)
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The ids of `eos_token_id` in a folder's files, none if no file says so.
+
+    Raises:
+      DataError: a file is no JSON object, or the ids are no whole numbers.
+    """
+    for path in (folder / name for name in END_FILES):
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written.") from error
+        if not isinstance(content, dict):
+            raise DataError(f"{path} holds {type_name(content)}.", fix="an object with named fields, as it was written.")
+        value = content.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+            raise DataError(f"{path}: eos_token_id is {short_repr(value)}.", fix="a token id, or a list of them.")
+        if ids:
+            return tuple(ids)
+    return ()
