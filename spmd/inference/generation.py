@@ -106,10 +106,12 @@ class Generator:
         self._variables: Variables | None = None
         self._products: dict[str, Any] = {}
         self._dtype, used_mesh, used_layout = None, None, None
+        abstract: Any
         if isinstance(model, nnx.Module):
             self._given: Model = wrap(model)
             self._variables = self._given.concrete
-            abstract, used_mesh = self._variables, _mesh_of(self._variables)
+            abstract = self._variables
+            used_mesh = _mesh_of(abstract)
         else:
             trainer = getattr(model, "trainer", model)
             placed = getattr(trainer, "placed", trainer)

@@ -1,4 +1,4 @@
-"""The `spmd` command: list and check layouts, plan and search, measure devices, launch processes, benchmark data.
+"""The `spmd` command: list and check layouts, plan and search, measure devices, launch processes, benchmark data, fine-tune, generate.
 
     spmd layouts
     spmd layouts show fsdp
@@ -8,6 +8,8 @@
     spmd calibrate --devices 8 --out mine.toml
     spmd launch --processes 2 --simulate 4 train.py
     spmd data bench "train-*.csv" --batch-size 128 --step-ms 20
+    spmd finetune llama --data my.jsonl --layout fsdp --out tuned
+    spmd generate tuned --prompt "Once upon a time"
 
 `check` uses no device: it needs only the sizes of the mesh and the shapes of the model.
 """
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
-from spmd.launch import calibrate_command, data_command, launch_command, plan_command
+from spmd.launch import calibrate_command, data_command, finetune_command, generate_command, launch_command, plan_command
 from spmd.layout.toml_reader import load, load_registered, shipped
 
 
@@ -74,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     calibrate_command.add_to(top)
     launch_command.add_to(top)
     data_command.add_to(top)
+    finetune_command.add_to(top)
+    generate_command.add_to(top)
     return parser
 
 

@@ -76,6 +76,53 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """What `load` makes of a folder, before any weight is read.
+
+    Attributes:
+      model: the wrapped module.
+      name_map: which tensor of the files is which array.
+      abstract: shapes of the module's variables.
+      layout: without the axes that the mesh does not have; None if there is neither mesh nor layout.
+      shardings: where each parameter lies; elsewhere: where everything else does.
+    """
+
+    model: NnxModel
+    name_map: NameMap
+    abstract: Variables
+    layout: Layout | None
+    shardings: dict[str, Sharding]
+    elsewhere: Sharding
+
+    @classmethod
+    def of(cls, path: Path, *, model: Any = None, name_map: Any = None, mesh: Any = None, layout: Any = None) -> "Outline":
+        """From a folder's config.json and the arguments of `load`, which raises the same."""
+        factory, chosen_map = _choose(path, model, name_map)
+        built = wrap(factory)
+        if not isinstance(built, NnxModel):
+            raise ModelError(f"model= gives {type_name(model)}, not an nnx module.", fix="a function that returns an nnx.Module.")
+        abstract = trace_abstractly(lambda: built.init(None, _no_call), "the model")
+        if mesh is None and layout is None:
+            one = SingleDeviceSharding(jax.local_devices()[0])
+            return cls(built, chosen_map, abstract, None, dict.fromkeys(flatten(abstract.params), one), one)
+        chosen = Layout.load(layout if layout is not None else "data_parallel")
+        on = make_mesh(mesh if mesh is not None else dict(chosen.mesh) or None)
+        spec, names = MeshSpec.parse(on), built.names(None, _no_call)
+        resolved = fit_layout(without_axes(chosen, unused_axes(chosen, spec)), flatten(abstract.params), names, spec, built.stacks())
+        placed: dict[str, Sharding] = {path: NamedSharding(on, pspec(place.spec)) for path, place in resolved.placements.items()}
+        return cls(built, chosen_map, abstract, resolved.layout, placed, NamedSharding(on, PartitionSpec()))
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Shapes of parameters and statistics, by path."""
+        return {**flatten(self.abstract.params), **flatten(self.abstract.stats)}
+
+    def match(self, files: WeightFiles) -> list[Link]:
+        """Which parts of which tensors are which arrays; raises all misfits."""
+        return match_tensors(self.name_map, files.tensors, self.arrays, flatten(self.abstract.params), str(files.where))
+
+
 def load(
     folder: str | Path,
     *,
@@ -120,32 +167,26 @@ def load(
     """
     path = as_path(folder, "folder")
     display = _progress(progress)
-    factory, chosen_map = _choose(path, model, name_map)
-    built = wrap(factory)
-    if not isinstance(built, NnxModel):
-        raise ModelError(f"model= gives {type_name(model)}, not an nnx module.", fix="a function that returns an nnx.Module.")
-    abstract = trace_abstractly(lambda: built.init(None, _no_call), "the model")
-    params, rest = flatten(abstract.params), Variables({}, abstract.stats, abstract.rngs)
-    shardings, replicated = _shardings(built, params, mesh, layout)
-    arrays = {**params, **flatten(abstract.stats)}
+    outline = Outline.of(path, model=model, name_map=name_map, mesh=mesh, layout=layout)
+    built, abstract = outline.model, outline.abstract
 
     def read() -> tuple[dict[str, jax.Array], Origin]:
         files = open_files(path)
-        links = match_tensors(chosen_map, files.tensors, arrays, params, str(path))
+        links, arrays = outline.match(files), outline.arrays
         dtypes = _dtypes(dtype, links, arrays)
         targets = {
-            name: jax.ShapeDtypeStruct(arrays[name].shape, dtypes[name], sharding=shardings.get(name, replicated))
+            name: jax.ShapeDtypeStruct(arrays[name].shape, dtypes[name], sharding=outline.shardings.get(name, outline.elsewhere))
             for name in {link.path: None for link in links}
         }
         values, report = read_arrays(links, targets, display)
-        return values, Origin(dataclasses.replace(files, where=path.absolute()), chosen_map, report)
+        return values, Origin(dataclasses.replace(files, where=path.absolute()), outline.name_map, report)
 
     try:
         values, origin = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
     finally:
         display.close()
     logging.getLogger("spmd").info("%s: %s", path, origin.report)
-    others = _made_by_the_model(built, rest, replicated)
+    others = _made_by_the_model(built, Variables({}, abstract.stats, abstract.rngs), outline.elsewhere)
     stats = map_paths(lambda name, leaf: values.get(name, leaf), others.stats)
     module = built.rebuild(Variables(map_paths(lambda name, _: values[name], abstract.params), stats, others.rngs))
     setattr(module, ORIGIN, origin)
@@ -171,19 +212,6 @@ def _choose(path: Path, model: Any, name_map: Any) -> tuple[Any, NameMap]:
         raise PretrainedError(f"there is no folder {path}.", fix="check the path; a model's name must be downloaded to a folder first.")
     factory, found = find(read_config(path), str(path / CONFIG))
     return model if model is not None else factory, chosen if chosen is not None else found
-
-
-def _shardings(model: NnxModel, params: Mapping[str, Any], mesh: Any, layout: Any) -> tuple[dict[str, Sharding], Sharding]:
-    """Where each parameter lies, as `fit` lays it out, and where everything else does."""
-    if mesh is None and layout is None:
-        one = SingleDeviceSharding(jax.local_devices()[0])
-        return dict.fromkeys(params, one), one
-    chosen = Layout.load(layout if layout is not None else "data_parallel")
-    on = make_mesh(mesh if mesh is not None else dict(chosen.mesh) or None)
-    spec, names = MeshSpec.parse(on), model.names(None, _no_call)
-    resolved = fit_layout(without_axes(chosen, unused_axes(chosen, spec)), params, names, spec, model.stacks())
-    placed: dict[str, Sharding] = {path: NamedSharding(on, pspec(place.spec)) for path, place in resolved.placements.items()}
-    return placed, NamedSharding(on, PartitionSpec())
 
 
 def _dtypes(dtype: str, links: list[Link], arrays: Mapping[str, Any]) -> dict[str, np.dtype]:

@@ -1,0 +1,242 @@
+"""`spmd finetune FOLDER --data FILES --out FOLDER`: train an open model on text, and write it as it came.
+
+It calls what `docs/pretrained.md` shows in Python. All that can be checked is checked before weights are read.
+"""
+
+import argparse
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from spmd.errors import OptionError, PretrainedError, Problem, raise_problems
+from spmd.user_paths import as_path, check_free
+
+LENGTH = 2048  # tokens of a row, where the model has as many positions
+WARMUP = 0.03  # of all steps
+NEEDS = {"save_every": "checkpoint", "eval_every": "eval_data", "sample_every": "sample", "max_new_tokens": "sample"}
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ends
+
+
+def add_to(commands: Any) -> None:
+    """Declare `spmd finetune`."""
+    parser = commands.add_parser(
+        "finetune",
+        help="train an open model on text, and write it as it came",
+        description="Train the model of FOLDER (config.json, safetensors files, tokenizer.json) on text, sharded by a layout, with AdamW "
+        "and a learning rate that rises and then falls as a cosine; then write a folder with the same names, shapes and dtypes.",
+        epilog="Several processes:  spmd launch --processes 8 -m spmd finetune FOLDER --data my.jsonl --out tuned",
+    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="a model as it was published")
+    add("--data", nargs="+", required=True, metavar="FILES", help="JSON lines or Parquet files; quote patterns")
+    add("--out", required=True, metavar="FOLDER", help="where to write the model; is not there yet, or empty")
+    add("--layout", default="fsdp", metavar="LAYOUT", help="a shipped name or a TOML file (default: fsdp)")
+    add("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's, or all devices on data)")
+    _add_text_options(parser.add_argument_group("text"))
+    _add_run_options(parser.add_argument_group("training"))
+    group = parser.add_argument_group("samples, evaluation and checkpoints")
+    add = group.add_argument
+    add("--sample", action="append", metavar="PROMPT", help="let the model write on from it during training; repeatable")
+    add("--sample-every", type=int, metavar="STEPS", help="steps between samples (default: a tenth of the run)")
+    add("--max-new-tokens", type=int, metavar="TOKENS", help="of a sample (default: 50)")
+    add("--eval-data", nargs="+", metavar="FILES", help="evaluate on these, at the end of each epoch")
+    add("--eval-every", type=int, metavar="STEPS", help="evaluate every so many steps instead")
+    add("--checkpoint", metavar="FOLDER", help="save here; the same command resumes from the newest checkpoint")
+    add("--save-every", type=int, metavar="STEPS", help="steps between checkpoints (default: once per epoch)")
+    parser.set_defaults(run=_finetune)
+
+
+def _add_text_options(group: Any) -> None:
+    add = group.add_argument
+    add("--length", type=int, metavar="TOKENS", help=f"of a row (default: {LENGTH}, or the model's positions if they are fewer)")
+    add("--field", action="append", metavar="NAME", help="what to read, or twice: prompt and answer (default: text; messages with --chat)")
+    add("--chat", metavar="FORMAT", help="the format of conversations: chatml, llama3, mistral, gemma; template: the folder's own")
+    add("--loss-on", default="all", metavar="all|answers", help="which tokens count in the loss (default: all)")
+
+
+def _add_run_options(group: Any) -> None:
+    add = group.add_argument
+    add("--batch-size", type=int, default=8, metavar="ROWS", help="rows of an update, over all devices (default: 8)")
+    add("--epochs", type=int, metavar="N", help="how often to read the data (default: once)")
+    add("--steps", type=int, metavar="N", help="updates, in place of --epochs")
+    add("--learning-rate", type=float, default=2e-5, metavar="RATE", help="the highest one (default: 2e-5)")
+    add("--warmup", type=int, metavar="STEPS", help=f"steps until it is reached (default: {WARMUP:.0%} of all)".replace("%", "%%"))
+    add("--weight-decay", type=float, default=0.0, metavar="RATE", help="of matrices, not of norms and biases (default: 0)")
+    add("--clip-norm", type=float, default=1.0, metavar="NORM", help="the largest global norm of a gradient (default: 1)")
+    add("--precision", default="bfloat16", metavar="DTYPE", help="of forward and backward pass (default: bfloat16)")
+    add("--dtype", default="float32", metavar="DTYPE", help="of the parameters in training (default: float32)")
+    add("--accumulate", type=int, default=1, metavar="N", help="microbatches of an update (default: 1)")
+    add("--seed", type=int, default=0, metavar="N", help="of the order of the data (default: 0)")
+
+
+def _finetune(options: argparse.Namespace) -> str | int:
+    out = as_path(options.out, "--out")
+    _check_options(options)
+    check_free(out, PretrainedError)
+
+    import jax  # takes a second, and wrong options are found without it
+
+    import spmd
+    from spmd.losses import next_token
+
+    spmd.join()
+    length = _check_folder(options)
+    data, eval_data = _data(options, options.data, length, shuffle=True), None
+    if options.eval_data is not None:
+        eval_data = _data(options, options.eval_data, length, shuffle=False)
+    steps = options.steps or data.steps_per_epoch * (options.epochs or 1)
+    if options.warmup is not None and options.warmup >= steps:
+        raise OptionError(f"--warmup {options.warmup} of {steps} steps leaves no step to learn.", fix=f"--warmup {steps // 10}.")
+    samples = _samples(options, steps)  # which encodes the prompts
+    if jax.process_index() == 0:
+        print(f"{data!r}\n{steps:,} steps", flush=True)
+    model = spmd.pretrained.load(options.folder, mesh=options.mesh, layout=options.layout, dtype=options.dtype)
+    result = spmd.fit(
+        model,
+        data,
+        loss=next_token,
+        optimizer=_optimizer(options, steps),
+        mesh=options.mesh,
+        layout=options.layout,
+        steps=options.steps,
+        epochs=options.epochs,
+        eval_data=eval_data,
+        eval_every=options.eval_every,
+        precision=options.precision,
+        accumulate=options.accumulate,
+        seed=options.seed,
+        callbacks=samples,
+        checkpoint=None if options.checkpoint is None else spmd.Checkpoint(options.checkpoint, every=options.save_every),
+        resume=options.checkpoint is not None,
+    )
+    if result.stop_reason is not None:
+        again = "nothing was saved" if options.checkpoint is None else "the same command resumes"
+        print(f"stopped at step {int(result.state.step)}: {result.stop_reason}; {out} is not written, {again}", file=sys.stderr)
+        return INTERRUPTED
+    spmd.pretrained.save(result, out)
+    return f"{out}: {_ended(result)}" if jax.process_index() == 0 else 0
+
+
+def _ended(result: Any) -> str:
+    losses, evaluated = result.history["loss"] if len(result.history) else [], result.history.evaluations
+    shown = [f"{name} {value:.4g}" for name, value in (evaluated[-1].items() if evaluated else ()) if name.startswith("eval_")]
+    trained = [f"loss {losses[0]:.4g} to {losses[-1]:.4g}"] if losses else []
+    return ", ".join([f"step {int(result.state.step)}", *trained, *shown])
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Numbers and options that need one another; all problems at once."""
+    problems = []
+    for name, needed in NEEDS.items():
+        if getattr(options, name) is not None and getattr(options, needed) is None:
+            problems.append(Problem(_flag(name), [f"it does nothing without {_flag(needed)}."], f"{_flag(needed)}, or leave it out."))
+    if options.epochs is not None and options.steps is not None:
+        problems.append(Problem("--epochs and --steps", ["both set the length of the run."], "one of them."))
+    least = {"batch_size": 1, "accumulate": 1, "seed": 0, "warmup": 0, "length": 2}
+    for name in ("batch_size", "accumulate", "seed", "length", "epochs", "steps", "warmup", *NEEDS):
+        value = getattr(options, name)
+        if value is not None and value < least.get(name, 1):
+            problems.append(Problem(f"{_flag(name)} {value}", [], f"a whole number from {least.get(name, 1)}."))
+    for name, smallest in (("learning_rate", "above 0"), ("clip_norm", "above 0"), ("weight_decay", "from 0")):
+        value = getattr(options, name)
+        if not math.isfinite(value) or value < 0 or (value == 0 and smallest == "above 0"):
+            problems.append(Problem(f"{_flag(name)} {value:g}", [], f"a number {smallest}."))
+    raise_problems(OptionError, "spmd finetune", problems)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_folder(options: argparse.Namespace) -> int:
+    """Compare config, headers, tokenizer, layout, mesh and batch with one another; returns the length of rows.
+
+    Raises:
+      SpmdError: they do not fit.
+    """
+    import jax
+    import numpy as np
+
+    from spmd.data.batches import check_batch
+    from spmd.data.tokenize import Tokenizer
+    from spmd.layout.schema import Layout
+    from spmd.mesh import MeshSpec, make_mesh
+    from spmd.pretrained.decoder_config import DecoderConfig
+    from spmd.pretrained.folders import CONFIG, Outline, read_config
+    from spmd.pretrained.safetensors_files import open_files
+    from spmd.train.model_setup import check_numbers
+
+    check_numbers(options.precision, options.accumulate, options.seed)
+    path = as_path(options.folder, "FOLDER")
+    layout = Layout.load(options.layout)
+    mesh = make_mesh(options.mesh if options.mesh is not None else dict(layout.mesh) or None)
+    outline = Outline.of(path, mesh=mesh, layout=layout)
+    config = read_config(path)
+    decoder = DecoderConfig.from_config(config, str(path / CONFIG))
+    positions = longest_text(config, decoder)
+    length = options.length if options.length is not None else min(LENGTH, positions or LENGTH)
+    if positions is not None and length > positions:
+        why = f"--length {length}: {path / CONFIG} says that the model has {positions} positions."
+        raise OptionError(why, fix=f"--length {positions}; longer texts continue in other rows.")
+    size = Tokenizer(path).size
+    if size > decoder.vocab:
+        why = f"{path / 'tokenizer.json'} has ids up to {size - 1}, and the model {decoder.vocab} tokens, from 0."
+        raise PretrainedError(why, fix="the tokenizer of this model.")
+    row = jax.ShapeDtypeStruct((options.batch_size, length), np.dtype("int32"))
+    fields = ("tokens", "targets", "segment_ids", "positions", "mask")
+    check_batch(dict.fromkeys(fields, row), outline.layout or layout, MeshSpec.parse(mesh), options.accumulate)
+    outline.match(open_files(path))
+    for note in decoder.notes:
+        logging.getLogger("spmd").warning("%s: %s", path / CONFIG, note)
+    return length
+
+
+def longest_text(config: dict[str, Any], decoder: Any) -> int | None:
+    """How many positions a model was made for; None where its config.json does not say."""
+    said = config.get("max_position_embeddings")
+    return decoder.learned_positions or (said if isinstance(said, int) and not isinstance(said, bool) else None)
+
+
+def _data(options: argparse.Namespace, files: Sequence[str], length: int, *, shuffle: bool) -> Any:
+    from spmd.data import text
+
+    return text(
+        files,
+        tokenizer=options.folder,
+        length=length,
+        batch_size=options.batch_size,
+        field=options.field,
+        chat=options.chat,
+        loss_on=options.loss_on,
+        shuffle=shuffle,
+        seed=options.seed,
+    )
+
+
+def _optimizer(options: argparse.Namespace, steps: int) -> Any:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with clipping, under a warm-up and a cosine that ends at 0."""
+    import optax
+
+    warmup = options.warmup if options.warmup is not None else math.ceil(WARMUP * steps) if steps > 1 else 0
+    rate = optax.warmup_cosine_decay_schedule(0.0 if warmup else options.learning_rate, options.learning_rate, warmup, steps)
+    adamw = optax.adamw(rate, weight_decay=options.weight_decay, mask=_matrices if options.weight_decay else None)
+    return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
+
+
+def _matrices(params: Any) -> Any:
+    """Which parameters decay: kernels and embeddings."""
+    from spmd.tree import map_paths
+
+    return map_paths(lambda path, _: path.rpartition("/")[2] in ("kernel", "embedding"), params)
+
+
+def _samples(options: argparse.Namespace, steps: int) -> list[Any]:
+    from spmd.callbacks import Samples
+
+    if options.sample is None:
+        return []
+    every = options.sample_every or max(1, steps // 10)
+    most = options.max_new_tokens or 50
+    return [Samples(options.sample, every=every, max_new_tokens=most, tokenizer=options.folder, chat=options.chat)]

@@ -1,0 +1,116 @@
+"""`spmd generate FOLDER --prompt TEXT`: let an open model write on from prompts."""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import DataError, OptionError
+from spmd.user_paths import as_path
+
+STARTS = ("prompt", "prompt_file", "tokens")
+
+
+def add_to(commands: Any) -> None:
+    """Declare `spmd generate`."""
+    parser = commands.add_parser(
+        "generate",
+        help="let an open model write on from prompts",
+        description="Let the model of FOLDER (config.json, safetensors files, tokenizer.json) write on from prompts, and print what it "
+        "writes; all prompts at once.",
+    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="a model as it was published, or as spmd finetune has written it")
+    add("--prompt", action="append", metavar="TEXT", help="repeatable")
+    add("--prompt-file", action="append", metavar="FILE", help="a file whose text is a prompt; repeatable")
+    add("--tokens", action="append", metavar="1,15,7", help="token ids in place of a text; prints token ids; repeatable")
+    add("--chat", metavar="FORMAT", help="prompts are what a user says: chatml, llama3, mistral, gemma; template: the folder's own")
+    add("--max-new-tokens", type=int, default=100, metavar="TOKENS", help="write at most so many (default: 100)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (default); above, tokens are drawn")
+    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens only")
+    add("--top-p", type=float, metavar="P", help="draw from the most likely tokens that have this probability together")
+    add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    add("--stop", action="append", metavar="TOKEN", help="a token or its id that ends a text; repeatable (default: those the folder names)")
+    add("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's; one device without a layout)")
+    add("--layout", metavar="LAYOUT", help="a shipped name or a TOML file")
+    add("--dtype", default="file", metavar="DTYPE", help="of the parameters (default: as the files have them)")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> str | int:
+    kinds = [name for name in STARTS if getattr(options, name)]
+    if not kinds:
+        raise OptionError("there is no prompt.", fix='--prompt "Once upon a time", --prompt-file FILE or --tokens 1,15,7.')
+    if options.tokens and (len(kinds) > 1 or options.chat is not None):
+        raise OptionError("--tokens beside text.", fix="only --tokens, or --prompt and --prompt-file.")
+    from spmd.inference.generation import Sampling
+
+    Sampling(options.temperature, options.top_k, options.top_p)
+
+    import jax
+
+    import spmd
+    from spmd.data.prompts import Prompts
+    from spmd.pretrained.architectures import find
+    from spmd.pretrained.folders import CONFIG, read_config
+
+    spmd.join()
+    folder = as_path(options.folder, "FOLDER")
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}.", fix="check the path; a model's name must be downloaded to a folder first.")
+    find(read_config(folder), str(folder / CONFIG))
+    coder = None if options.tokens else Prompts(folder, options.chat)
+    texts = [*(options.prompt or []), *(_text(path) for path in options.prompt_file or [])]
+    prompts = [_ids(text) for text in options.tokens] if coder is None else [coder.encode(text) for text in texts]
+    stop = _stop(options, folder, coder)
+    _warn_of_length(folder, max(map(len, prompts)) + options.max_new_tokens)
+    layout = options.layout if options.layout is not None or options.mesh is None else "data_parallel"
+    model = spmd.pretrained.load(folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
+    sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p, "seed": options.seed}
+    written = spmd.generate(model, prompts, max_new_tokens=options.max_new_tokens, stop=stop, layout=layout, **sampled)
+    if jax.process_index() != 0:
+        return 0
+    lines = [",".join(map(str, tokens)) if coder is None else coder.decode(tokens) for tokens in written]
+    if len(lines) == 1:
+        return lines[0]
+    return "\n\n".join(f"> {prompt}\n{line}" for prompt, line in zip(options.tokens or texts, lines, strict=True))
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(f"--prompt-file {path} cannot be read: {why}.", fix="a file of text.") from error
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise OptionError(f'--tokens "{text}".', fix="token ids with commas between, such as 1,15,7.") from None
+
+
+def _stop(options: argparse.Namespace, folder: Path, coder: Any) -> list[int]:
+    """The ids of --stop, or those that the folder names."""
+    from spmd.data.prompts import end_tokens
+
+    if options.stop is None:
+        return list(end_tokens(folder) if coder is None else coder.stop)
+    ids = []
+    for word in options.stop:
+        token = None if coder is None else coder.tokenizer.id_of(word)
+        if token is None and not word.isdecimal():
+            raise OptionError(f'--stop "{word}" is no token of this model.', fix="a token as its tokenizer.json writes it, or its id.")
+        ids.append(int(word) if token is None else token)
+    return ids
+
+
+def _warn_of_length(folder: Path, length: int) -> None:
+    """Warn where a model writes further than it was made for; one with a table of positions refuses that."""
+    from spmd.pretrained.folders import CONFIG, read_config
+
+    longest = read_config(folder).get("max_position_embeddings")
+    if isinstance(longest, int) and length > longest:
+        text = "up to %d tokens with the prompt, and %s says that the model was made for %d"
+        logging.getLogger("spmd").warning(text, length, folder / CONFIG, longest)
