@@ -53,6 +53,7 @@ def _add_text_options(group: Any) -> None:
     add("--length", type=int, metavar="TOKENS", help=f"of a row (default: {LENGTH}, or the model's positions if they are fewer)")
     add("--field", action="append", metavar="NAME", help="what to read, or twice: prompt and answer (default: text; messages with --chat)")
     add("--chat", metavar="FORMAT", help="the format of conversations: chatml, llama3, mistral, gemma; template: the folder's own")
+    add("--on-error", default="stop", metavar="stop|skip", help="what happens to documents that cannot be used (default: stop)")
     add("--loss-on", default="all", metavar="all|answers", help="which tokens count in the loss (default: all)")
 
 
@@ -82,7 +83,8 @@ def _finetune(options: argparse.Namespace) -> str | int:
     from spmd.losses import next_token
 
     spmd.join()
-    length = _check_folder(options)
+    layout = spmd.Layout.load(options.layout)
+    length = _check_folder(options, layout)
     data, eval_data = _data(options, options.data, length, shuffle=True), None
     if options.eval_data is not None:
         eval_data = _data(options, options.eval_data, length, shuffle=False)
@@ -92,14 +94,14 @@ def _finetune(options: argparse.Namespace) -> str | int:
     samples = _samples(options, steps)  # which encodes the prompts
     if jax.process_index() == 0:
         print(f"{data!r}\n{steps:,} steps", flush=True)
-    model = spmd.pretrained.load(options.folder, mesh=options.mesh, layout=options.layout, dtype=options.dtype)
+    model = spmd.pretrained.load(options.folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
     result = spmd.fit(
         model,
         data,
         loss=next_token,
         optimizer=_optimizer(options, steps),
         mesh=options.mesh,
-        layout=options.layout,
+        layout=layout,
         steps=options.steps,
         epochs=options.epochs,
         eval_data=eval_data,
@@ -150,7 +152,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _check_folder(options: argparse.Namespace) -> int:
+def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     """Compare config, headers, tokenizer, layout, mesh and batch with one another; returns the length of rows.
 
     Raises:
@@ -161,7 +163,6 @@ def _check_folder(options: argparse.Namespace) -> int:
 
     from spmd.data.batches import check_batch
     from spmd.data.tokenize import Tokenizer
-    from spmd.layout.schema import Layout
     from spmd.mesh import MeshSpec, make_mesh
     from spmd.pretrained.decoder_config import DecoderConfig
     from spmd.pretrained.folders import CONFIG, Outline, read_config
@@ -170,7 +171,6 @@ def _check_folder(options: argparse.Namespace) -> int:
 
     check_numbers(options.precision, options.accumulate, options.seed)
     path = as_path(options.folder, "FOLDER")
-    layout = Layout.load(options.layout)
     mesh = make_mesh(options.mesh if options.mesh is not None else dict(layout.mesh) or None)
     outline = Outline.of(path, mesh=mesh, layout=layout)
     config = read_config(path)
@@ -210,6 +210,7 @@ def _data(options: argparse.Namespace, files: Sequence[str], length: int, *, shu
         field=options.field,
         chat=options.chat,
         loss_on=options.loss_on,
+        on_error=options.on_error,
         shuffle=shuffle,
         seed=options.seed,
     )

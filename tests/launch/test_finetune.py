@@ -1,0 +1,214 @@
+"""`spmd finetune` and `spmd generate`: a run that is killed and resumed, two processes, what is written, and bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.launch.cli import main
+from spmd.pretrained.safetensors_files import open_files
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from launched import launch
+
+FOLDER = Path(__file__).parents[1] / "pretrained" / "fixtures" / "finetune"
+SOUNDS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "pig": "oink", "owl": "hoot", "frog": "croak"}
+
+
+def conversation(animal, sound):
+    return {"messages": [{"role": "user", "content": f"What does the {animal} say?"}, {"role": "assistant", "content": sound}]}
+
+
+def lines(path, documents):
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    return lines(tmp_path / "chat.jsonl", [conversation(*pair) for pair in SOUNDS.items()] * 6)
+
+
+def words(data, out, *more):
+    """The command of these tests, which trains on conversations for 6 steps."""
+    text = ["--chat", "chatml", "--loss-on", "answers", "--length", "32", "--batch-size", "8"]
+    run = ["--epochs", "1", "--learning-rate", "3e-3", "--precision", "float32"]
+    return [str(word) for word in ("finetune", FOLDER, "--data", data, "--out", out, *text, *run, *more)]
+
+
+def environment():
+    flags = f"--xla_force_host_platform_device_count=8 {os.environ.get('SPMD_TEST_FLAGS', '')}"
+    return {**os.environ, "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
+
+
+def command(arguments):
+    done = subprocess.run([sys.executable, "-m", "spmd", *arguments], capture_output=True, text=True, env=environment(), timeout=400)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tensors(folder):
+    files = open_files(folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    return {name: whole[one.offset : one.offset + one.nbytes] for name, one in files.tensors.items()}
+
+
+def test_a_folder_of_the_same_names_is_written_which_answers(data, tmp_path, capsys):
+    out = tmp_path / "tuned"
+    sampled = ["--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
+    assert main(words(data, out, *sampled, "--weight-decay", 0.1, "--eval-data", data)) == 0
+    shown = capsys.readouterr()
+    assert f"{out}: step " in shown.out and "eval_loss" in shown.out and "step 0: What does the cow say? -> " in shown.out
+    given, tuned = tensors(FOLDER), tensors(out)
+    assert given.keys() == tuned.keys() and all(given[name] != tuned[name] for name in given)
+    assert {path.name for path in out.iterdir()} == {path.name for path in FOLDER.iterdir()}
+    assert json.loads((out / "config.json").read_text()) == json.loads((FOLDER / "config.json").read_text())
+
+
+def test_generate_prints_what_the_model_writes(tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_text("The owl")
+    assert main(["generate", str(FOLDER), "--prompt", "The cow says", "--max-new-tokens", "7"]) == 0
+    assert capsys.readouterr().out == ' "moo". The cow eats grass\n'
+    several = ["--prompt", "The cow says", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "7", "--stop", '".']
+    assert main(["generate", str(FOLDER), *several, "--mesh", "data=8"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith('> The cow says\n "moo".\n\n> The owl\n')
+    ids = spmd.data.prompts.Prompts(FOLDER).encode("The cow says")
+    assert main(["generate", str(FOLDER), "--tokens", ",".join(map(str, ids)), "--max-new-tokens", "7"]) == 0
+    model = spmd.pretrained.load(FOLDER, dtype="file", progress=False)
+    written = spmd.generate(model, [ids], max_new_tokens=7)[0]
+    assert capsys.readouterr().out == ",".join(map(str, written)) + "\n"
+
+
+def bad_line(tmp_path):
+    path = lines(tmp_path / "bad.jsonl", [conversation("cow", "moo")] * 3)
+    path.write_text(path.read_text() + '{"messages": [\n' + json.dumps({"text": "no messages"}) + "\n")
+    return ["--data", path]
+
+
+def copied(tmp_path, without=(), **config):
+    """The folder, without some files, with another config."""
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns(*without))
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, **config}))
+    return [folder]
+
+
+def full(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("of an earlier run")
+    return ["--out", tmp_path / "full"]
+
+
+NUMBERS = ["--batch-size", 0, "--steps", -1, "--learning-rate", "nan", "--save-every", 5, "--eval-every", 5, "--max-new-tokens", 5]
+WRONG = {
+    "folder_missing": lambda path: ["nowhere"],
+    "no_tokenizer": lambda path: copied(path, without=["tokenizer.json"]),
+    "no_weights": lambda path: copied(path, without=["model.safetensors"]),
+    "unknown_model": lambda path: copied(path, model_type="llamma"),
+    "tokenizer_of_another_model": lambda path: copied(path, vocab_size=300),
+    "weights_of_another_model": lambda path: copied(path, vocab_size=512),
+    "lines_that_are_no_conversations": bad_line,
+    "no_data": lambda path: ["--data", path / "nothing-*.jsonl"],
+    "length_beyond_positions": lambda path: ["--length", 4096],
+    "unknown_layout": lambda path: ["--layout", "fdsp"],
+    "mesh_that_does_not_divide": lambda path: ["--mesh", "data=3"],
+    "batch_that_does_not_divide": lambda path: ["--batch-size", 12],
+    "out_not_empty": full,
+    "numbers": lambda path: NUMBERS,
+    "warmup": lambda path: ["--warmup", 10],
+    "prompt": lambda path: ["--sample", "<|im_end|>"],
+    "precision": lambda path: ["--precision", "float8"],
+    "chat_format": lambda path: ["--chat", "llama3"],
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_named_before_weights_are_read(name, data, tmp_path, capsys, golden, monkeypatch):
+    monkeypatch.setattr("spmd.pretrained.folders.read_arrays", lambda *_: pytest.fail("weights were read"))
+    arguments, more = words(data, tmp_path / "tuned"), list(map(str, WRONG[name](tmp_path)))
+    if not more[0].startswith("--"):
+        arguments[1], more = more[0], more[1:]
+    assert main([*arguments, *more]) == 2
+    text = capsys.readouterr().err
+    for path, short in ((tmp_path, "TMP"), (FOLDER, "FOLDER"), (Path(spmd.__file__).parent, "spmd")):
+        text = text.replace(str(path), short)
+    golden(f"finetune_{name}", text.rstrip("\n"))
+    assert not (tmp_path / "tuned").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "there is no prompt"),
+        (["--tokens", "1,x"], '--tokens "1,x"'),
+        (["--tokens", "1", "--prompt", "a"], "--tokens beside text"),
+        (["--prompt", "a", "--stop", "nope"], '--stop "nope" is no token'),
+        (["--prompt-file", "nothing.txt"], "--prompt-file nothing.txt cannot be read"),
+        (["--prompt", "a", "--top-k", "3"], "top_k and top_p do nothing at temperature 0"),
+        (["--prompt", "a", "--chat", "gemma"], "has no token <bos>"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_of_generate_is_named_before_weights_are_read(options, message, capsys, monkeypatch):
+    monkeypatch.setattr("spmd.pretrained.folders.read_arrays", lambda *_: pytest.fail("weights were read"))
+    assert main(["generate", str(FOLDER), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.system
+def test_a_run_that_is_killed_and_started_again_ends_bit_equal(data, tmp_path):
+    """Killed by SIGKILL when it has shown what it writes after step 6, past the checkpoint of step 4."""
+    more = ["--epochs", 4, "--save-every", 2, "--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
+    undisturbed = command(words(data, tmp_path / "one", "--checkpoint", tmp_path / "run-one", *more))
+    arguments = words(data, tmp_path / "two", "--checkpoint", tmp_path / "run-two", *more)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spmd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("step 6:"):
+                break
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert not (tmp_path / "two").exists() and any((tmp_path / "run-two" / "checkpoints").iterdir())
+    resumed = command(arguments)
+    records = [json.loads(line) for line in (tmp_path / "run-two" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record.get("event") == "resumed"] != []
+    assert "step 0:" in undisturbed and "step 0:" not in resumed
+    assert tensors(tmp_path / "one") == tensors(tmp_path / "two") != tensors(FOLDER)
+    assert undisturbed.splitlines()[-2] == resumed.splitlines()[-2]  # the last sample
+
+
+@pytest.mark.system
+def test_two_processes_write_what_one_does(data, tmp_path):
+    more = ["--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
+    one = command(words(data, tmp_path / "one", *more))
+    result = launch("--processes", 2, "--simulate", 4, "-m", "spmd", *words(data, tmp_path / "two", *more))
+    assert result.code == 0, result.text
+    samples = [line for line in one.splitlines() if line.startswith("step ")]
+    shown = [line.partition("step ")[2] for line in result.text.splitlines() if "What does the cow say? -> " in line]
+    assert len(samples) >= 2 and ["step " + line for line in shown] == samples
+    given, first, second = (numbers(folder) for folder in (FOLDER, tmp_path / "one", tmp_path / "two"))
+    for name, value in first.items():
+        trained, between = np.abs(value - given[name]).mean(), np.abs(value - second[name]).mean()
+        assert trained > 0 and between < 0.01 * trained, name  # sums of several processes may have another order
+
+
+def numbers(folder):
+    return {name: np.frombuffer(raw, jnp.bfloat16).astype("float32") for name, raw in tensors(folder).items()}
