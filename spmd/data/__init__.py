@@ -12,8 +12,23 @@ from spmd.data.features import fixed, padded
 from spmd.data.idx_files import mnist
 from spmd.data.image_files import images
 from spmd.data.parquet_files import parquet
+from spmd.data.prompts import Prompts
 from spmd.data.records import Records
 from spmd.data.text_records import text
 from spmd.data.tfrecords import tfrecord
 
-__all__ = ["Records", "array_record", "buckets", "csv", "fixed", "images", "mnist", "padded", "parquet", "resident", "text", "tfrecord"]
+__all__ = [
+    "Prompts",
+    "Records",
+    "array_record",
+    "buckets",
+    "csv",
+    "fixed",
+    "images",
+    "mnist",
+    "padded",
+    "parquet",
+    "resident",
+    "text",
+    "tfrecord",
+]

@@ -82,7 +82,7 @@ def test_generate_prints_what_the_model_writes(tmp_path, capsys):
     assert main(["generate", str(FOLDER), *several, "--mesh", "data=8"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith('> The cow says\n "moo".\n\n> The owl\n')
-    ids = spmd.data.prompts.Prompts(FOLDER).encode("The cow says")
+    ids = spmd.data.Prompts(FOLDER).encode("The cow says")
     assert main(["generate", str(FOLDER), "--tokens", ",".join(map(str, ids)), "--max-new-tokens", "7"]) == 0
     model = spmd.pretrained.load(FOLDER, dtype="file", progress=False)
     written = spmd.generate(model, [ids], max_new_tokens=7)[0]

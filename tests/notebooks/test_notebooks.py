@@ -191,6 +191,16 @@ def from_distributed_tensorflow(shown):
     assert "the same class for 100.0% of 261 digits" in shown.text
 
 
+def finetune(shown):
+    """Samples that become answers, and a folder that is read again."""
+    samples = re.findall(r"^step (\d+): What does the cow say\? -> (.*)$", shown.text, re.MULTILINE)
+    assert [int(step) for step, _ in samples] == [0, 20, 40, 60, 80, 100]
+    assert samples[0][1] != "moo" == samples[-1][1]
+    assert re.findall(r"^ +(\w+): (\w+)$", shown.text, re.MULTILINE)[-8:][0] == ("cow", "moo")
+    assert "48 wide, 2 layers, 123.5 KiB read" in shown.text and shown.html.count("<svg") >= 1
+    assert borne_out(shown, 4)
+
+
 SHOWS = {
     "00_quickstart": quickstart,
     "01_layouts": layouts,
@@ -200,6 +210,7 @@ SHOWS = {
     "05_plan_before_you_rent": plan_before_you_rent,
     "06_sweep_and_ensemble": sweep_and_ensemble,
     "07_from_distributed_tensorflow": from_distributed_tensorflow,
+    "08_finetune_an_open_model": finetune,
 }
 
 
