@@ -174,7 +174,7 @@ def test_options_in_the_text_exist():
 
 
 def test_the_command_line_says_what_it_can(capsys):
-    for words in (["plan", "--help"], ["launch", "--help"], ["search", "--help"]):
+    for words in (["plan", "--help"], ["launch", "--help"], ["search", "--help"], ["finetune", "--help"], ["generate", "--help"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(words)
         assert ended.value.code == 0 and f"spmd {words[0]}" in capsys.readouterr().out
