@@ -76,7 +76,7 @@ class Prompts:
             ids = plain if self._chat is not None else self._ids(text, special=True)
         except ValueError as error:
             raise DataError(f"prompt {short_repr(prompt)}: {error}.", fix="another prompt.") from error
-        if ids and ids[-1] in self.stop and plain[-1:] != ids[-1:]:  # some tokenizers end every text, and this one is to go on
+        if ids and ids[-1] in self.stop and plain[-1:] != ids[-1:]:  # some tokenizers end every text, which the model is to continue
             ids = ids[:-1]
         if not ids:
             raise DataError(f"prompt {short_repr(prompt)} has no tokens.", fix="one token at least, such as the one that begins a text.")

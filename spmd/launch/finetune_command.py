@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
     add("--sample-every", type=int, metavar="STEPS", help="steps between samples (default: a tenth of the run)")
     add("--max-new-tokens", type=int, metavar="TOKENS", help="of a sample (default: 50)")
     add("--eval-data", nargs="+", metavar="FILES", help="evaluate on these, at the end of each epoch")
-    add("--eval-every", type=int, metavar="STEPS", help="evaluate every so many steps instead")
+    add("--eval-every", type=int, metavar="N", help="evaluate every N steps instead")
     add("--checkpoint", metavar="FOLDER", help="save here; the same command resumes from the newest checkpoint")
     add("--save-every", type=int, metavar="STEPS", help="steps between checkpoints (default: once per epoch)")
     parser.set_defaults(run=_finetune)
@@ -79,11 +79,15 @@ def _finetune(options: argparse.Namespace) -> str | int:
 
     import jax  # takes a second, and wrong options are found without it
 
-    import spmd
+    from spmd import pretrained
+    from spmd.api import fit
+    from spmd.distributed.initialize import join
+    from spmd.layout.schema import Layout
     from spmd.losses import next_token
+    from spmd.run.checkpoint import Checkpoint
 
-    spmd.join()
-    layout = spmd.Layout.load(options.layout)
+    join()
+    layout = Layout.load(options.layout)
     length = _check_folder(options, layout)
     data, eval_data = _data(options, options.data, length, shuffle=True), None
     if options.eval_data is not None:
@@ -94,8 +98,8 @@ def _finetune(options: argparse.Namespace) -> str | int:
     samples = _samples(options, steps)  # which encodes the prompts
     if jax.process_index() == 0:
         print(f"{data!r}\n{steps:,} steps", flush=True)
-    model = spmd.pretrained.load(options.folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
-    result = spmd.fit(
+    model = pretrained.load(options.folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
+    result = fit(
         model,
         data,
         loss=next_token,
@@ -110,14 +114,14 @@ def _finetune(options: argparse.Namespace) -> str | int:
         accumulate=options.accumulate,
         seed=options.seed,
         callbacks=samples,
-        checkpoint=None if options.checkpoint is None else spmd.Checkpoint(options.checkpoint, every=options.save_every),
+        checkpoint=None if options.checkpoint is None else Checkpoint(options.checkpoint, every=options.save_every),
         resume=options.checkpoint is not None,
     )
     if result.stop_reason is not None:
         again = "nothing was saved" if options.checkpoint is None else "the same command resumes"
         print(f"stopped at step {int(result.state.step)}: {result.stop_reason}; {out} is not written, {again}", file=sys.stderr)
         return INTERRUPTED
-    spmd.pretrained.save(result, out)
+    pretrained.save(result, out)
     return f"{out}: {_ended(result)}" if jax.process_index() == 0 else 0
 
 

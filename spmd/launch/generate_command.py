@@ -43,18 +43,19 @@ def _generate(options: argparse.Namespace) -> str | int:
         raise OptionError("there is no prompt.", fix='--prompt "Once upon a time", --prompt-file FILE or --tokens 1,15,7.')
     if options.tokens and (len(kinds) > 1 or options.chat is not None):
         raise OptionError("--tokens beside text.", fix="only --tokens, or --prompt and --prompt-file.")
-    from spmd.inference.generation import Sampling
+    from spmd.inference.generation import Sampling, generate
 
     Sampling(options.temperature, options.top_k, options.top_p)
 
     import jax
 
-    import spmd
+    from spmd import pretrained
     from spmd.data.prompts import Prompts
+    from spmd.distributed.initialize import join
     from spmd.pretrained.architectures import find
     from spmd.pretrained.folders import CONFIG, read_config
 
-    spmd.join()
+    join()
     folder = as_path(options.folder, "FOLDER")
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}.", fix="check the path; a model's name must be downloaded to a folder first.")
@@ -65,9 +66,9 @@ def _generate(options: argparse.Namespace) -> str | int:
     stop = _stop(options, folder, coder)
     _warn_of_length(folder, max(map(len, prompts)) + options.max_new_tokens)
     layout = options.layout if options.layout is not None or options.mesh is None else "data_parallel"
-    model = spmd.pretrained.load(folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
+    model = pretrained.load(folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p, "seed": options.seed}
-    written = spmd.generate(model, prompts, max_new_tokens=options.max_new_tokens, stop=stop, layout=layout, **sampled)
+    written = generate(model, prompts, max_new_tokens=options.max_new_tokens, stop=stop, layout=layout, **sampled)
     if jax.process_index() != 0:
         return 0
     lines = [",".join(map(str, tokens)) if coder is None else coder.decode(tokens) for tokens in written]

@@ -58,8 +58,8 @@ def command(arguments):
 
 def tensors(folder):
     files = open_files(folder)
-    whole = (folder / "model.safetensors").read_bytes()
-    return {name: whole[one.offset : one.offset + one.nbytes] for name, one in files.tensors.items()}
+    raw = (folder / "model.safetensors").read_bytes()
+    return {name: raw[one.offset : one.offset + one.nbytes] for name, one in files.tensors.items()}
 
 
 def test_a_folder_of_the_same_names_is_written_which_answers(data, tmp_path, capsys):
