@@ -28,6 +28,9 @@ def conversation(animal, sound):
     return {"messages": [{"role": "user", "content": f"What does the {animal} say?"}, {"role": "assistant", "content": sound}]}
 
 
+CONVERSATIONS = [conversation(*pair) for pair in SOUNDS.items()] * 6
+
+
 def lines(path, documents):
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
     return path
@@ -35,7 +38,7 @@ def lines(path, documents):
 
 @pytest.fixture
 def data(tmp_path):
-    return lines(tmp_path / "chat.jsonl", [conversation(*pair) for pair in SOUNDS.items()] * 6)
+    return lines(tmp_path / "chat.jsonl", CONVERSATIONS)
 
 
 def words(data, out, *more):
@@ -167,32 +170,47 @@ def test_bad_input_of_generate_is_named_before_weights_are_read(options, message
     assert message in capsys.readouterr().err
 
 
+MORE = ["--epochs", 4, "--save-every", 2, "--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
+ENDS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What a run prints that nothing stops, and the folder that it writes."""
+    path = tmp_path_factory.mktemp("undisturbed")
+    data = lines(path / "chat.jsonl", CONVERSATIONS)
+    return command(words(data, path / "tuned", "--checkpoint", path / "run", *MORE)), path / "tuned"
+
+
 @pytest.mark.system
-def test_a_run_that_is_killed_and_started_again_ends_bit_equal(data, tmp_path):
-    """Killed by SIGKILL when it has shown what it writes after step 6, past the checkpoint of step 4."""
-    more = ["--epochs", 4, "--save-every", 2, "--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
-    undisturbed = command(words(data, tmp_path / "one", "--checkpoint", tmp_path / "run-one", *more))
-    arguments = words(data, tmp_path / "two", "--checkpoint", tmp_path / "run-two", *more)
+@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
+def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed, data, tmp_path):
+    """Stopped when it has shown what it writes after step 6, past the checkpoint of step 4."""
+    out, run = tmp_path / "tuned", tmp_path / "run"
+    arguments = words(data, out, "--checkpoint", run, *MORE)
     process = subprocess.Popen(
-        [sys.executable, "-m", "spmd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+        [sys.executable, "-m", "spmd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
     try:
         for line in process.stdout:
             if line.startswith("step 6:"):
                 break
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL
+        process.send_signal(how)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == ENDS[how]
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    assert not (tmp_path / "two").exists() and any((tmp_path / "run-two" / "checkpoints").iterdir())
+    assert not out.exists() and any((run / "checkpoints").iterdir())
+    assert ("is not written, the same command resumes" in errors) == (how == signal.SIGINT)
     resumed = command(arguments)
-    records = [json.loads(line) for line in (tmp_path / "run-two" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if record.get("event") == "resumed"] != []
-    assert "step 0:" in undisturbed and "step 0:" not in resumed
-    assert tensors(tmp_path / "one") == tensors(tmp_path / "two") != tensors(FOLDER)
-    assert undisturbed.splitlines()[-2] == resumed.splitlines()[-2]  # the last sample
+    shown, tuned = undisturbed
+    assert "step 0:" in shown and "step 0:" not in resumed
+    assert tensors(tuned) == tensors(out) != tensors(FOLDER)
+    assert shown.splitlines()[-2] == resumed.splitlines()[-2]  # the last sample
 
 
 @pytest.mark.system
