@@ -129,7 +129,7 @@ def main():
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     command = f"python tests/distributed/soak.py --minutes {options.minutes:g} --seed {options.seed}"
     where = f"{datetime.date.today()}, {os.cpu_count()} cores of {platform.machine()}, jax {jax.__version__}, no GPU"
-    report = f"# A soak\n\n`{command}`, {where}: 2 processes of 2 CPU devices, `fsdp_bf16` with error feedback.\n\n| | |\n|---|---|\n{table}\n"
+    report = f"# A soak\n\n`{command}`, {where}: 2 processes of 2 CPU devices, `fsdp_bf16`, error feedback.\n\n| | |\n|---|---|\n{table}\n"
     print(report)
     if options.out:
         options.out.write_text(report)
