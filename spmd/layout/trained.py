@@ -1,0 +1,72 @@
+"""The `[train]` table and the `[[adapters]]` rules: which parameters are trained, and how the others are kept."""
+
+import dataclasses
+
+from spmd.errors import OptionError
+from spmd.fields import check_types, names
+
+FROZEN = ("bfloat16", "float16", "int8", "nf4")  # how frozen weights may be kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Which parameters are trained, by path: all that match `include` and none of `exclude`; adapters always are.
+
+    Without `include`, adapters alone are trained if there are any, and all parameters if not. `frozen` says how frozen kernels are kept:
+    "bfloat16", "float16", "int8" or "nf4" (Dettmers et al., arXiv:2305.14314); None: in the dtype in which they come. For "int8" and "nf4",
+    `block` values along dim -2, the inputs of a layer, share a scale.
+
+    Example:
+      >>> Train(include="head/**", frozen="bfloat16").include
+      ('head/**',)
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    frozen: str | None = None
+    block: int = 64
+
+    def __post_init__(self):
+        check_types(self)
+        for name in ("include", "exclude"):
+            object.__setattr__(self, name, names(getattr(self, name)))
+        if self.frozen is not None and self.frozen not in FROZEN:
+            raise OptionError(f"Train: frozen={self.frozen!r}.", fix=f"one of {', '.join(FROZEN)}.")
+        if self.block < 1:
+            raise OptionError(f"Train: block={self.block}.", fix="a whole number from 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter (LoRA, Hu et al., arXiv:2106.09685) on every `nnx.Linear` whose path matches `modules`, and none of `except_`.
+
+    The layer then computes `x @ kernel + scale * (dropout(x) @ lora_a) @ lora_b`, where `scale` is `alpha / rank`, or `alpha / sqrt(rank)`
+    with `rslora` (Kalajdzievski, arXiv:2312.03732). `lora_b` begins as zeros. `line` is where the file says so.
+
+    Example:
+      >>> Adapter("**/{query,value}", rank=16, alpha=32.0).scale
+      2.0
+    """
+
+    modules: str
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rslora: bool = False
+    except_: tuple[str, ...] = ()
+    line: int | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        check_types(self)
+        object.__setattr__(self, "except_", names(self.except_))
+        if self.rank < 1:
+            raise OptionError(f"Adapter: rank={self.rank}.", fix="a whole number from 1.")
+        if not self.alpha > 0:
+            raise OptionError(f"Adapter: alpha={self.alpha}.", fix="a number above 0.")
+        if not 0 <= self.dropout < 1:
+            raise OptionError(f"Adapter: dropout={self.dropout}.", fix="a number from 0 to 1, without 1.")
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's output is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
