@@ -133,6 +133,7 @@ def fit(data, model=make, devices=8, **options):
     return spmd.fit(model, data, **{"loss": spmd.losses.next_token, "optimizer": optax.adam(1e-2), **options})
 
 
+@pytest.mark.system
 def test_mean_is_over_the_tokens_of_all_workers(place):
     """Rows hold unequal counts of answers: one device and eight workers, with microbatches, report the mean over tokens."""
     data = spmd.data.text(
@@ -159,6 +160,7 @@ def test_mean_is_over_the_tokens_of_all_workers(place):
         np.testing.assert_allclose(leaf, flatten(jax.device_get(many.state.params))[name], atol=1e-5)
 
 
+@pytest.mark.system
 def test_resumed_run_equals_uninterrupted_run(place, tmp_path):
     options = {"devices": 2}
     uninterrupted = fit(read(place), epochs=2, **options)

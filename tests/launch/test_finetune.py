@@ -77,6 +77,7 @@ def test_a_folder_of_the_same_names_is_written_which_answers(data, tmp_path, cap
     assert json.loads((out / "config.json").read_text()) == json.loads((FOLDER / "config.json").read_text())
 
 
+@pytest.mark.system
 def test_generate_prints_what_the_model_writes(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("The owl")
     assert main(["generate", str(FOLDER), "--prompt", "The cow says", "--max-new-tokens", "7"]) == 0

@@ -33,6 +33,7 @@ def penalized(model, batch):
     return spmd.losses.cross_entropy(model, batch) + 0.01 * scale @ scale
 
 
+@pytest.mark.system
 def test_what_the_notes_name_removes_them():
     scores, logits = notes(None, penalized)
     assert scores.startswith("note: all scores of attention are stored: float32[") and f"{LENGTH}, {LENGTH}]" in scores

@@ -236,6 +236,7 @@ def test_utilization_is_that_of_plans_with_these_links_and_periods(monkeypatch):
     assert str(curve).splitlines()[0].split() == ["link", "10", "steps", "step", "40", "steps", "step"]
 
 
+@pytest.mark.system
 def test_utilization_is_drawn():
     """A line for each period, and a circle where it reaches 90 %."""
     curve = spmd.utilization(diloco("2x1x2xcpu@1Gb/s,1us", every=100), bandwidths=("1Mb/s", "1Gb/s", "1000Gb/s"), periods=(2, 100_000))

@@ -100,6 +100,7 @@ def quick(names, some):
     return [pytest.param(name, marks=[] if name in some else pytest.mark.system) for name in names]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", quick(FAMILIES, ("llama", "gemma3", "gpt2")))
 def test_one_device_equals_transformers(name):
     model, values, batch = loaded(name), expected(name), batch_of(name)
@@ -108,6 +109,7 @@ def test_one_device_equals_transformers(name):
     np.testing.assert_allclose([loss, norm], [values["loss"], values["grad_norm"]], rtol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", quick(FAMILIES, ("mistral", "gemma3")))
 def test_greedy_decoding_equals_transformers(name):
     values = expected(name)
@@ -116,6 +118,7 @@ def test_greedy_decoding_equals_transformers(name):
     np.testing.assert_array_equal(generated, values["generated"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", quick(FAMILIES, ("gemma3",)))
 def test_cached_logits_equal_uncached_ones(name):
     """Row by row in parts of 1 to 9 tokens, with windows that end inside of the cache."""

@@ -91,7 +91,7 @@ def test_unpack_inverts_pack_bit_for_bit(shapes, placement, positions, servers):
     assert all(rows.ndim == 2 and rows.shape[0] == positions for rows in jax.tree.leaves(stored))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -530,6 +530,7 @@ def test_drawn_times_follow_distribution():
     assert Times("constant(4)", 3, 0).of(2, 9) == 4 and Times("constant", 3, 0).of(0, 9999) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["softsync_3"]], ids=str)
 def test_rounds_do_not_depend_on_query_order(words):
     wanted = simulate(6, 5001, **words)

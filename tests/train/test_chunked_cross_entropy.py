@@ -231,6 +231,7 @@ LAYOUTS = {
 QUICK = ("by the compiler", "fsdp by layer", "accumulation", "tensor parallel", "sequences", "1f1b pipeline", "everything")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in LAYOUTS])
 def test_trains_as_the_plain_loss_on_one_device(case, tied):

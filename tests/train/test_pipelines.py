@@ -346,7 +346,7 @@ def summed(model, batch):
     return losses.sum(), losses.size
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.system
 @pytest.mark.parametrize("loss", [None, summed])
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "circular", "groups": 2}], ids=str)
 def test_evaluation_and_prediction_of_any_number_of_rows(options, loss):

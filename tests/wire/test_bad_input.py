@@ -432,6 +432,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_more_wrappers_of_optax_work_as_with_pmean(name):
     wrap = WRAPPERS[name]

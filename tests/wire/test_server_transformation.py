@@ -90,6 +90,7 @@ MOMENTUM = optax.sgd(0.125, momentum=0.5)
 MODES = {"asynchronous": LATE, "bounded": BOUNDED, "softsync": SOFTSYNC, "compensated": COMPENSATED, "spares": SPARES, "synchronous": {}}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.optimized
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("codec", ["exact", "int8"])
@@ -100,6 +101,7 @@ def test_a_loop_by_hand_equals_fit_to_the_last_bit(mode, codec):
     assert_equals_fit(ours, state, theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.optimized
 @pytest.mark.parametrize("mode, bound", [("bounded", 0.0), ("synchronous", 2.0**-22)])
 def test_adamw_equals_fit(mode, bound):
@@ -110,6 +112,7 @@ def test_adamw_equals_fit(mode, bound):
     assert distance(on_servers(ours, state), {path: np.asarray(leaf) for path, leaf in theirs.params.items()}) <= bound
 
 
+@pytest.mark.system
 def test_modes_differ_and_so_do_codecs():
     ends = [by_hand(server, MOMENTUM)[0] for server in MODES.values()]
     ends += [by_hand(LATE, MOMENTUM, wire.int8(block=16), error_feedback=feedback)[0] for feedback in (False, True)]
@@ -140,6 +143,7 @@ def test_the_loss_reaches_the_optimizer(mode):
     assert distance(ours, make_params()) > 1e-3
 
 
+@pytest.mark.system
 def test_workers_along_two_axes_are_the_same_workers():
     for server in (SOFTSYNC, SPARES):
         one, _ = by_hand(server, MOMENTUM, wire.int8(block=16), error_feedback=True)
