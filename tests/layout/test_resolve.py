@@ -260,6 +260,7 @@ RULES = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -64,6 +64,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "causal", "order"),
     [
@@ -132,6 +133,7 @@ OPTION_CASES = [(name, order, kernel) for name in OPTIONS for order in ("balance
 FAST_OPTIONS = [("causal window", "balanced", "chunked"), ("window", "contiguous", "flash")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "order", "kernel"),
     [pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] * (case not in FAST_OPTIONS)) for case in OPTION_CASES],

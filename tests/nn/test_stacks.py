@@ -125,7 +125,7 @@ def test_results_of_idle_stages_are_never_used(unroll):
     assert np.isfinite(y).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.system
 @pytest.mark.parametrize("chunk", [12, 1, None, 5], ids=lambda chunk: f"chunk-{chunk}")
 def test_chunks_of_time_change_nothing(plain, chunk):
     """One step; a length that leaves a remainder, which is masked; all steps at once; the library's choice."""

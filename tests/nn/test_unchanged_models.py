@@ -77,7 +77,7 @@ def test_a_call_is_computed_in_tiles(name, monkeypatch):
     assert [note.rpartition(": ")[2] for note in parallel.notes] == ["chunked."]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_modules_hold_no_array_of_all_scores(kind, dropout):

@@ -51,6 +51,7 @@ def test_nothing_is_beyond_a_plain_step():
     assert str(shares) == "", "three times the forward pass are more than is executed"
 
 
+@pytest.mark.system
 def test_remat_is_recomputation():
     layout: Any = spmd.Layout(remat=spmd.Remat("nothing"), mesh=(("data", 2),))
     plain, remat = make_plan(), make_plan(layout=layout)

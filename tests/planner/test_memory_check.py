@@ -27,6 +27,7 @@ def has(monkeypatch, limit):
     monkeypatch.setattr("spmd.planner.memory_check.memory_limit", lambda mesh: limit)
 
 
+@pytest.mark.system
 def test_memory_limit_of_cpus_is_unknown():
     assert memory_limit(spmd.make_mesh("data=8")) is None
 

@@ -460,6 +460,7 @@ def test_what_runs_on_the_host_cannot_be_planned():
         spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["program.hlo", "memory.json", "folder"])
 def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("SPMD_CACHE", str(tmp_path))

@@ -100,6 +100,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "file"])
 def test_load_under_layouts(name, dtype, tmp_path):

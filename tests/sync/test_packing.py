@@ -114,6 +114,7 @@ def test_pack_stores_each_number_once_and_pads_with_zeros(shapes, placement, pos
     assert all(np.array_equal(bits_of(spoiled[path]), bits_of(leaf)) for path, leaf in flatten(params).items())
 
 
+@pytest.mark.sampled(3)
 @every_model
 @every_count
 def test_sliced_placement_is_even(shapes, positions, servers):
@@ -127,6 +128,7 @@ def test_sliced_placement_is_even(shapes, positions, servers):
             assert np.array_equal(bits_of(rows)[server], np.pad(mine, (0, width - mine.size)))
 
 
+@pytest.mark.sampled(3)
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", UNSPLIT)

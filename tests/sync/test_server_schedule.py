@@ -191,6 +191,7 @@ def is_conserved(log, workers):
     return log.staleness.sum() + (versions[-1] - np.array(read)).sum() == versions[-1] * (workers - 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("workers", [4, 8, 32])
 def test_mean_staleness_is_workers_minus_one(workers, times):

@@ -281,6 +281,7 @@ class NoBlocks(nnx.Module):
 NOTHING = "the loss calls no stack of layers and no list of equal blocks that is sharded over data"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("net", "replicated", "mesh", "why"),
     [

@@ -79,7 +79,7 @@ def test_moments_on_the_host_train_to_the_same_bits(name):
     assert set(kinds(states["device"]).values()) == {"device"} and list(others).count("pinned_host") == 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("resident", [False, True])
 def test_checkpoints_restore_across_memories(tmp_path, resident):
     def fit(memory, steps, **options):

@@ -117,7 +117,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("case", CASES)
 def test_layers_gathered_in_their_loop_train_as_on_one_device(case):
     options = dict(CASES[case])
@@ -222,7 +222,7 @@ ACCUMULATED = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("case", ACCUMULATED)
 @pytest.mark.parametrize("mode", ["local", "reduced"])
 def test_gradients_of_microbatches_are_those_of_one_device(mode, case):
@@ -408,7 +408,7 @@ def penalised(model, batch):
     return loss(model, batch) + 1e-3 * jnp.sum(model.stack.layers.up.kernel.get_value() ** 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("options", "why"),
     [

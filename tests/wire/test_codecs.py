@@ -244,6 +244,7 @@ def crossing(case, slot, paths):
 # the mean ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_mean_error_is_within_codec_bound(case):
     # A bucket x_i on worker i, e the codec's error, C(x) one encoding: |C(x) - x| <= e |x|.
@@ -460,7 +461,7 @@ def test_mean_of_indivisible_sizes_equals_numpy(codec, shape):
     assert not np.array_equal(mean, worker_grads.mean(0).reshape(shape))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ["int8", "float8", "sign"])
 @pytest.mark.parametrize("width", [1, 7, 16, 18, 40])
 def test_partial_block_is_encoded_separately(name, width):

@@ -239,7 +239,7 @@ def meshes_and_reductions():
         yield pytest.param(*case, marks=[pytest.mark.slow] * (case not in fast))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("mesh", "reduction"), list(meshes_and_reductions()))
 def test_log_has_exactly_the_collectives_of_lowered_step(mesh, codec, reduction):
@@ -291,6 +291,7 @@ def gradient_bytes(codec, options=(), **more):
     return trainer_of(layout, sizes=DIVIDE).wire.bytes(where="reduce_gradients")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "codec, least, most",
     [("bfloat16", 0.5, 0.5), ("int8", 0.25, 0.27), ("float8", 0.25, 0.27), ("sign", 1 / 32, 0.04), ("top_k", 0.02, 0.022)],
@@ -317,6 +318,7 @@ def gpt_trainer(codec, **sizes):
     return trainer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sizes, most", [({}, 0.14), ({"width": 512, "depth": 4, "heads": 8, "length": 256}, 0.05)], ids=["usual", "larger"]
 )
@@ -493,6 +495,7 @@ def fitted(tmp_path, grads, steps=4, **options):
     return {record["step"]: record for record in records if "loss" in record}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("start", [0, 2])
 def test_log_prints_bytes_of_each_step(tmp_path, start):
     trainer = trainer_of(gradients("int8", start_step=start))
@@ -639,7 +642,7 @@ def test_diagnostics_equal_true_error_and_residual_norm(mesh, reduction, layout,
         np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(norm), rtol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
 def test_replicated_shards_are_bit_equal(codec, reduction):

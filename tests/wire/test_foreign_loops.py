@@ -150,6 +150,7 @@ def compare(codec):
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.sampled(3)
 @every_loop
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_codec_loses_at_most_its_bound(loop, name):

@@ -59,6 +59,7 @@ def published(steps, every, *, inner, fragments=1, overlap=0, mix=0.0):
     return outer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [
     {"every": 1}, {"every": 3}, {"every": 4, "fragments": 2}, {"every": 4, "fragments": 3, "overlap": 2},
     {"every": 4, "fragments": 2, "overlap": 1, "mix": 0.5},
