@@ -105,7 +105,8 @@ def test_learns_under_every_codec_that_ships(small, layout, capsys):
     assert len(loss) == 24 and loss[-1] < loss[0]
     assert "test loss" in capsys.readouterr().out
     residuals = [path for path in flatten(result.state.exchange) if path.endswith("/residual")]
-    assert residuals and (len(residuals) < len(jax.tree.leaves(result.state.params))) == (layout == "power_sgd")
+    some, every = layout == "power_sgd", layout != "fsdp_bf16"  # power_sgd sends vectors as they are, fsdp_bf16 forgets what it rounds off
+    assert bool(residuals) == every and (len(residuals) == len(jax.tree.leaves(result.state.params))) == (every and not some)
 
 
 @pytest.mark.parametrize("mesh", ["data=8,model=1", "data=4,model=2", "data=2,model=4"])
