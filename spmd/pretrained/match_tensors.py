@@ -61,6 +61,7 @@ def match_tensors(
     Raises:
       PretrainedError: all that does not fit, at once.
     """
+    name_map = name_map.for_names(tensors)
     matcher = _Matcher(name_map, tensors, arrays)
     for rule in name_map.tensors:
         if not rule.tied:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class NameMap:
 
     Attributes:
       architectures, model_types: the names in config.json for which the map is meant.
+      prefix: of tensors' names; a folder may leave it out of all of them.
       source: where it was read, for errors.
 
     Example:
@@ -135,6 +137,7 @@ class NameMap:
     layers: Layers = Layers()
     architectures: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
+    prefix: str = ""
     source: str = dataclasses.field(default="name map", compare=False)
 
     @classmethod
@@ -166,12 +169,29 @@ class NameMap:
         raise_problems(PretrainedError, f"{where} cannot be read", problems)
         return name_map
 
+    def for_names(self, names: Iterable[str]) -> "NameMap":
+        """The map without its prefix, if no tensor has it.
+
+        >>> rules = (TensorRule(("model.w",), ("w",)),)
+        >>> NameMap(rules, prefix="model.").for_names(["w"]).tensors[0].file
+        ('w',)
+        """
+        if not self.prefix or any(name.startswith(self.prefix) for name in names):
+            return self
+
+        def short(pattern: str) -> str:
+            return pattern.removeprefix(self.prefix)
+
+        tensors = tuple(dataclasses.replace(rule, file=tuple(map(short, rule.file))) for rule in self.tensors)
+        ignored = tuple(dataclasses.replace(rule, file=short(rule.file)) for rule in self.ignored)
+        return dataclasses.replace(self, tensors=tensors, ignored=ignored, prefix="")
+
 
 class _Reader(Tables):
     """Reads a name map from parsed TOML."""
 
     def name_map(self, data: dict[str, Any]) -> NameMap:
-        self.unknown(data, ("tensors", "ignored", "layers", "architectures", "model_types"), "")
+        self.unknown(data, ("tensors", "ignored", "layers", "architectures", "model_types", "prefix"), "")
         layers = self.fields(self.table(data, "layers"), "layers", Layers)
         if layers["list"] and (layers["stack"] or layers["tail"]):
             self.key_problem("layers", "list", "the model keeps its layers in a stack already.", "one of stack and list.", "conflict")
@@ -184,6 +204,7 @@ class _Reader(Tables):
             layers=Layers(**{key: value.strip("/") for key, value in layers.items()}),
             architectures=self.strings(data, "architectures"),
             model_types=self.strings(data, "model_types"),
+            prefix=self.value(data, "", "prefix", "", str),
         )
 
     def strings(self, data: dict[str, Any], key: str) -> tuple[str, ...]:
