@@ -4,7 +4,6 @@ It calls what `docs/pretrained.md` shows in Python. All that can be checked is c
 """
 
 import argparse
-import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -192,8 +191,6 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     fields = ("tokens", "targets", "segment_ids", "positions", "mask")
     check_batch(dict.fromkeys(fields, row), outline.layout or layout, MeshSpec.parse(mesh), options.accumulate)
     outline.match(open_files(path))
-    for note in decoder.notes:
-        logging.getLogger("spmd").warning("%s: %s", path / CONFIG, note)
     return length
 
 

@@ -4,17 +4,18 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from spmd.errors import PretrainedError, did_you_mean, short_repr
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.decoder_config import DecoderConfig
-from spmd.pretrained.name_map import NameMap
+from spmd.pretrained.encoder import Encoder, EncoderConfig
+from spmd.pretrained.name_map import IgnoredRule, NameMap
 
-Factory = Callable[[], nnx.Module]
 MAPS = Path(__file__).parent / "maps"
+HEADS = {"bert.pooler.": ("features", "classes"), "cls.predictions.": ("masked_tokens",), "classifier.": ("classes",)}  # and their tasks
 OWN = "A model of your own: model= and name_map=."
 
 
@@ -23,14 +24,28 @@ def shipped() -> dict[str, NameMap]:
     """The shipped name maps, by `model_type` of config.json.
 
     >>> sorted(shipped())
-    ['gemma', 'gemma2', 'gemma3_text', 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3']
+    ['bert', 'gemma', 'gemma2', 'gemma3_text', 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3']
     """
     maps = [NameMap.load(path) for path in sorted(MAPS.glob("*.toml"))]
     return {kind: name_map for name_map in maps for kind in name_map.model_types}
 
 
-def find(config: Mapping[str, Any], where: str = "config.json") -> tuple[Factory, NameMap]:
-    """A function that builds the model of a config.json, and the name map of its files.
+class Architecture(NamedTuple):
+    """What a config.json asks for.
+
+    Attributes:
+      factory: builds the model, with random weights.
+      name_map: of its files.
+      notes: what the config asks for that the model leaves to the training run.
+    """
+
+    factory: Callable[[], nnx.Module]
+    name_map: NameMap
+    notes: tuple[str, ...]
+
+
+def find(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
+    """The model of a config.json, and the name map of its files.
 
     Raises:
       PretrainedError: the config has no `model_type`, or one that this version does not know; the files are of another task's model; or
@@ -38,7 +53,7 @@ def find(config: Mapping[str, Any], where: str = "config.json") -> tuple[Factory
 
     Example:
       >>> sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-      >>> factory, name_map = find({"model_type": "llama", **sizes})
+      >>> factory, name_map, _ = find({"model_type": "llama", **sizes})
       >>> factory().config.head_dim, "mistral" in name_map.model_types
       (4, True)
     """
@@ -53,8 +68,11 @@ def find(config: Mapping[str, Any], where: str = "config.json") -> tuple[Factory
     if not isinstance(classes, list) or not all(name in name_map.architectures for name in classes):
         known = ", ".join(name_map.architectures)
         raise PretrainedError(f"{where}: architectures = {short_repr(classes)}, which is none of {known}.", fix=OWN)
+    if kind == "bert":
+        encoder = EncoderConfig.from_config(config, where)
+        return Architecture(functools.partial(_build, Encoder, encoder), for_task(name_map, encoder.task), encoder.notes)
     decoder = DecoderConfig.from_config(config, where)
-    return functools.partial(_decoder, decoder), for_head(name_map, decoder.tied)
+    return Architecture(functools.partial(_build, Decoder, decoder), for_head(name_map, decoder.tied), decoder.notes)
 
 
 def for_head(name_map: NameMap, tied: bool) -> NameMap:
@@ -64,5 +82,14 @@ def for_head(name_map: NameMap, tied: bool) -> NameMap:
     return dataclasses.replace(name_map, tensors=tuple(kept))
 
 
-def _decoder(config: DecoderConfig) -> Decoder:
-    return Decoder(config, rngs=nnx.Rngs(0))
+def for_task(name_map: NameMap, task: str) -> NameMap:
+    """Ignores the heads of an encoder's other tasks."""
+    absent = tuple(prefix for prefix, tasks in HEADS.items() if task not in tasks)
+    others = [rule for rule in name_map.tensors if rule.file[0].startswith(absent)]
+    ignored = tuple(IgnoredRule(rule.file[0], "it is of another task's head", rule.line) for rule in others)
+    kept = tuple(rule for rule in name_map.tensors if rule not in others)
+    return dataclasses.replace(name_map, tensors=kept, ignored=(*name_map.ignored, *ignored))
+
+
+def _build(kind: Any, config: Any) -> nnx.Module:
+    return kind(config, rngs=nnx.Rngs(0))

@@ -33,21 +33,22 @@ class Inputs(NamedTuple):
     tables: tuple[tuple[jax.Array, jax.Array], ...]
 
 
-def _named(init: Any, *names: str | None) -> Any:
+def named(init: Any, *names: str | None) -> Any:
+    """An initializer whose parameter carries these logical axis names."""
     return nnx.with_partitioning(init, names, eager_sharding=False)
 
 
-def _linear(sizes: tuple[int, int], names: tuple[str, str], bias: bool, dtype: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
+def linear(sizes: tuple[int, int], names: tuple[str, str | None], bias: bool, dtype: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
     """A linear map whose kernel [in, out] carries these names."""
-    inits = {"kernel_init": _named(nnx.initializers.normal(0.02), *names), "bias_init": _named(nnx.initializers.zeros, names[1])}
+    inits = {"kernel_init": named(nnx.initializers.normal(0.02), *names), "bias_init": named(nnx.initializers.zeros, names[1])}
     return nnx.Linear(*sizes, use_bias=bias, param_dtype=dtype, rngs=rngs, **inits, **options)
 
 
 class Norm(nnx.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm, computed in float32."""
 
-    def __init__(self, config: DecoderConfig, width: int, dtype: Any):
-        self.eps, self.offset, self.centered = config.norm_eps, config.norm_offset, config.norm == "layer"
+    def __init__(self, width: int, dtype: Any, eps: float, *, centered: bool = True, offset: float = 0.0):
+        self.eps, self.offset, self.centered = eps, offset, centered
         self.scale = nnx.Param(jnp.full(width, 1.0 - self.offset, dtype))
         self.bias = nnx.Param(jnp.zeros(width, dtype)) if self.centered else None
 
@@ -62,17 +63,21 @@ class Norm(nnx.Module):
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
+def _norm(config: DecoderConfig, width: int, dtype: Any) -> Norm:
+    return Norm(width, dtype, config.norm_eps, centered=config.norm == "layer", offset=config.norm_offset)
+
+
 class Attention(nnx.Module):
     """Causal attention with grouped queries; which keys a layer sees, and how positions turn them, is the layer's kind."""
 
     def __init__(self, config: DecoderConfig, index: int, dtype: Any, rngs: nnx.Rngs):
         self.config, self.kind = config, config.layers[index]
         width, heads, groups = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = _linear((width, heads), ("embed", "heads"), config.qkv_bias, dtype, rngs)
-        self.key = _linear((width, groups), ("embed", "kv_heads"), config.qkv_bias, dtype, rngs)
-        self.value = _linear((width, groups), ("embed", "kv_heads"), config.qkv_bias, dtype, rngs)
-        self.out = _linear((heads, width), ("heads", "embed"), config.out_bias, dtype, rngs)
-        self.query_norm, self.key_norm = (Norm(config, config.head_dim, dtype) if config.qk_norm else None for _ in range(2))
+        self.query = linear((width, heads), ("embed", "heads"), config.qkv_bias, dtype, rngs)
+        self.key = linear((width, groups), ("embed", "kv_heads"), config.qkv_bias, dtype, rngs)
+        self.value = linear((width, groups), ("embed", "kv_heads"), config.qkv_bias, dtype, rngs)
+        self.out = linear((heads, width), ("heads", "embed"), config.out_bias, dtype, rngs)
+        self.query_norm, self.key_norm = (_norm(config, config.head_dim, dtype) if config.qk_norm else None for _ in range(2))
 
     def __call__(self, x: jax.Array, inputs: Inputs, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """The result [rows, length, width], and the cache with these keys and values: (keys, values, number of the layer), or ()."""
@@ -97,9 +102,9 @@ class MLP(nnx.Module):
     def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs):
         self.activation, bias = config.activation, config.mlp_bias
         wide, narrow = (config.width, config.mlp_width), (config.mlp_width, config.width)
-        self.gate = _linear(wide, ("embed", "mlp"), bias, dtype, rngs) if config.gated else None
-        self.up = _linear(wide, ("embed", "mlp"), bias, dtype, rngs)
-        self.down = _linear(narrow, ("mlp", "embed"), bias, dtype, rngs)
+        self.gate = linear(wide, ("embed", "mlp"), bias, dtype, rngs) if config.gated else None
+        self.up = linear(wide, ("embed", "mlp"), bias, dtype, rngs)
+        self.down = linear(narrow, ("mlp", "embed"), bias, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[rows, length, width]."""
@@ -111,9 +116,9 @@ class Block(nnx.Module):
     """A layer."""
 
     def __init__(self, config: DecoderConfig, index: int, dtype: Any, rngs: nnx.Rngs):
-        self.attention_norm, self.mlp_norm = Norm(config, config.width, dtype), Norm(config, config.width, dtype)
+        self.attention_norm, self.mlp_norm = _norm(config, config.width, dtype), _norm(config, config.width, dtype)
         self.attention, self.mlp = Attention(config, index, dtype, rngs), MLP(config, dtype, rngs)
-        self.attention_post_norm, self.mlp_post_norm = (Norm(config, config.width, dtype) if config.post_norms else None for _ in range(2))
+        self.attention_post_norm, self.mlp_post_norm = (_norm(config, config.width, dtype) if config.post_norms else None for _ in range(2))
 
     def __call__(self, state: Any, inputs: Inputs) -> Any:
         """The layer's output from its input [rows, length, width]; with a cache, (output, keys, values, number of the next layer)."""
@@ -165,8 +170,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
         self.config, init = config, nnx.initializers.normal(0.02)
-        self.embed = Embed(config.vocab, config.width, embedding_init=_named(init, "vocab", "embed"), param_dtype=dtype, rngs=rngs)
-        places = functools.partial(nnx.Embed, embedding_init=_named(init, None, "embed"), param_dtype=dtype, rngs=rngs)
+        self.embed = Embed(config.vocab, config.width, embedding_init=named(init, "vocab", "embed"), param_dtype=dtype, rngs=rngs)
+        places = functools.partial(nnx.Embed, embedding_init=named(init, None, "embed"), param_dtype=dtype, rngs=rngs)
         self.position = places(config.learned_positions, config.width) if config.learned_positions else None
         period, depth = config.period, len(config.layers)
 
@@ -175,8 +180,8 @@ class Decoder(nnx.Module):
 
         self.stack = LayerStack(repeat(depth // period, make, rngs))
         self.tail = Group(config, depth // period * period, depth % period, dtype, rngs) if depth % period else None
-        self.final_norm = Norm(config, config.width, dtype)
-        head = functools.partial(_linear, (config.width, config.vocab), ("embed", "vocab"), preferred_element_type=jnp.float32)
+        self.final_norm = _norm(config, config.width, dtype)
+        head = functools.partial(linear, (config.width, config.vocab), ("embed", "vocab"), preferred_element_type=jnp.float32)
         self.head = None if config.tied else head(False, dtype, rngs)
 
     def __call__(

@@ -1,14 +1,12 @@
-"""What a `Decoder` is made of, and how a config.json of a known family says so.
-
-Each key of a config.json is read, or is known to change nothing (`IRRELEVANT`), or is an error.
-"""
+"""What a `Decoder` is made of, and how a config.json of a known family says so."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import PretrainedError, did_you_mean, short_repr
+from spmd.pretrained.config_keys import ConfigKeys, is_count, is_number
 from spmd.pretrained.rope import KINDS, Rope
 
 
@@ -79,7 +77,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp_width")
-        wrong = [f"{name}={getattr(self, name)!r}" for name in sizes if not _is_count(getattr(self, name))]
+        wrong = [f"{name}={getattr(self, name)!r}" for name in sizes if not is_count(getattr(self, name))]
         if wrong or not self.layers:
             raise PretrainedError(f"DecoderConfig: {', '.join(wrong) or 'no layers'}.", fix="whole numbers from 1.")
         if self.heads % self.kv_heads:
@@ -107,9 +105,9 @@ class DecoderConfig:
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise PretrainedError(
-                f"{where}: model_type = {short_repr(kind)} is no known family.", fix=did_you_mean(str(kind), list(FAMILIES))
+                f"{where}: model_type = {short_repr(kind)} is no known family of decoders.", fix=did_you_mean(str(kind), list(FAMILIES))
             )
-        keys = _Keys(config)
+        keys = ConfigKeys(config, "decoder")
         fields = _gpt2(keys) if kind == "gpt2" else _modern(keys, FAMILIES[kind])
         keys.finish(where)
         return cls(**fields, notes=tuple(keys.notes))
@@ -147,110 +145,8 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(),
 }
 
-ACTIVATIONS = {
-    **{"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu"},
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
-}
 
-# Keys that change no result of the decoder: names and versions; how weights were initialised; what transformers' own code returns, caches
-# or runs on; heads of other tasks; what generation takes as its own arguments.
-IRRELEVANT = frozenset(
-    """model_type architectures transformers_version torch_dtype dtype _name_or_path _commit_hash auto_map task_specific_params
-    initializer_range use_cache cache_implementation return_dict output_hidden_states output_attentions torchscript
-    _attn_implementation_autoset attn_implementation pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn tf_legacy_loss
-    use_bfloat16 bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id num_labels problem_type
-    finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    temperature top_k top_p typical_p do_sample max_length min_length max_new_tokens num_beams num_return_sequences repetition_penalty
-    length_penalty early_stopping no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens prefix
-    unsloth_fixed unsloth_version _sliding_window_pattern""".split()
-)
-# Keys that would change results if they were set: they may be there with these values only.
-UNSET: dict[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False,),
-    "is_decoder": (False, True),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (),
-    "tie_encoder_decoder": (False,),
-    "use_bidirectional_attention": (False,),
-    "quantization_config": (),
-    "pruned_heads": ({},),
-    "per_layer_config": ({},),
-    "tie_last_hidden_states": (True,),
-    "partial_rotary_factor": (1, 1.0),
-}
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-class _Keys:
-    """A config.json that remembers what was read of it, and all that is wrong."""
-
-    def __init__(self, config: Mapping[str, Any]):
-        self.config, self.problems = config, list[str]()
-        self.used, self.notes = {*IRRELEVANT, *UNSET, *DROPOUTS}, list[str]()
-        for key, accepted in UNSET.items():
-            if (value := config.get(key)) is not None and value not in accepted:
-                self.wrong(key, "the decoder does not have that" + (f"; {accepted[0]!r} would be fine" if accepted else ""))
-        for key in DROPOUTS:
-            if config.get(key):
-                self.notes.append(f"{key} = {config[key]!r} is not applied: the decoder drops nothing in training.")
-
-    def wrong(self, key: str, why: str) -> None:
-        """Note a problem of a key and its value."""
-        said = f"{key} = {short_repr(self.config[key])}" if key in self.config else f"{key} is missing"
-        self.problems.append(f"{said}: {why}.")
-
-    def get(self, key: str, default: Any, holds: Callable[[Any], bool], wanted: str, *, null: bool = True) -> Any:
-        """A key's value, or the default if it is missing or null; `...`: it may not be."""
-        self.used.add(key)
-        value = self.config.get(key)
-        if value is None:
-            if default is ... or (key in self.config and not null):
-                self.wrong(key, f"wanted {wanted}")
-                return 1
-            return default
-        if not holds(value):
-            self.wrong(key, f"wanted {wanted}")
-            return 1 if default is ... else default
-        return value
-
-    def count(self, key: str, default: Any = ...) -> Any:
-        """A whole number from 1."""
-        return self.get(key, default, _is_count, "a whole number from 1")
-
-    def number(self, key: str, default: Any = ...) -> Any:
-        """A number above 0."""
-        return self.get(key, default, _is_number, "a number above 0")
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or False."""
-        return self.get(key, default, lambda value: isinstance(value, bool), "true or false")
-
-    def activation(self, key: str, default: str) -> str:
-        """The decoder's name of an activation."""
-        known = f"one of {', '.join(ACTIVATIONS)}"
-        return ACTIVATIONS[self.get(key, default, lambda value: isinstance(value, str) and value in ACTIVATIONS, known)]
-
-    def finish(self, where: str) -> None:
-        """Raise if a key was not read, or something is wrong."""
-        for key in sorted(self.config.keys() - self.used):
-            if self.config[key] is not None:
-                self.wrong(key, f"the decoder does not know this key of a {self.config['model_type']}")
-        if self.problems:
-            shown = "\n".join(f"    {problem}" for problem in sorted(self.problems))
-            fix = "a model of your own and a name map, spmd.pretrained.load(model=..., name_map=...); or remove a key that changes nothing."
-            why = f"{where}: the decoder does not fit {len(self.problems)} of its keys:"
-            raise PretrainedError(f"{why}\n{shown}", fix=fix, summary=f"{where}: {min(self.problems)}")
-
-
-def _modern(keys: _Keys, family: Family) -> dict[str, Any]:
+def _modern(keys: ConfigKeys, family: Family) -> dict[str, Any]:
     """The fields of a family with rotary positions and gated MLPs."""
     width, heads, depth = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
     null_is_heads = "num_key_value_heads" in keys.config or family.kv_heads is None
@@ -286,7 +182,7 @@ def _modern(keys: _Keys, family: Family) -> dict[str, Any]:
     return fields | {"ropes": ropes, "layers": tuple(kinds)}
 
 
-def _activation(keys: _Keys, family: Family) -> str:
+def _activation(keys: ConfigKeys, family: Family) -> str:
     if not family.gemma:
         return keys.activation("hidden_act", "silu")
     if family.pre_attn_scalar or keys.config.get("hidden_activation") is not None:
@@ -297,12 +193,12 @@ def _activation(keys: _Keys, family: Family) -> str:
     return "gelu_tanh" if name == "gelu" else name  # Gemma 1's files say "gelu" where the weights are of the other
 
 
-def _cap(keys: _Keys, key: str, default: float | None) -> float | None:
+def _cap(keys: ConfigKeys, key: str, default: float | None) -> float | None:
     """A soft cap; null is none, and a missing key the family's."""
     return keys.number(key, None if key in keys.config else default)
 
 
-def _windows(keys: _Keys, family: Family, depth: int) -> list[int | None]:
+def _windows(keys: ConfigKeys, family: Family, depth: int) -> list[int | None]:
     """The window of each layer."""
     if family.windows == "none":
         return [None] * depth
@@ -324,7 +220,7 @@ def _windows(keys: _Keys, family: Family, depth: int) -> list[int | None]:
     return [window if name == "sliding_attention" else None for name in types]
 
 
-def _ropes(keys: _Keys, family: Family, head_dim: int) -> tuple[Rope, ...]:
+def _ropes(keys: ConfigKeys, family: Family, head_dim: int) -> tuple[Rope, ...]:
     """The rotation of all layers, or those of layers without and with a window; from transformers 5's `rope_parameters`, or older keys."""
     theta, length = keys.number("rope_theta", family.theta), keys.count("max_position_embeddings", None)
     local = keys.number("rope_local_base_freq", family.local_theta) if family.local_theta else None
@@ -344,14 +240,14 @@ def _ropes(keys: _Keys, family: Family, head_dim: int) -> tuple[Rope, ...]:
     return tuple(_rope(keys, key, said.get(name) or {}, base, length, head_dim) for name, base in bases.items())
 
 
-def _rope(keys: _Keys, key: str, said: Mapping[str, Any], theta: float, length: int | None, head_dim: int) -> Rope:
+def _rope(keys: ConfigKeys, key: str, said: Mapping[str, Any], theta: float, length: int | None, head_dim: int) -> Rope:
     """One rotation, from its table."""
     said = {name: value for name, value in said.items() if value is not None}
     kind = said.pop("rope_type", said.pop("type", "default"))
     said.pop("type", None)
     theta = said.pop("rope_theta", theta)
     plain = Rope.of(10_000.0, head_dim)
-    if not _is_number(theta) or said.pop("partial_rotary_factor", 1.0) != 1.0:
+    if not is_number(theta) or said.pop("partial_rotary_factor", 1.0) != 1.0:
         keys.wrong(key, "wanted a rope_theta above 0, and no partial_rotary_factor but 1")
         return plain
     if not isinstance(kind, str) or kind not in KINDS:
@@ -365,7 +261,7 @@ def _rope(keys: _Keys, key: str, said: Mapping[str, Any], theta: float, length: 
         options["original_max_position_embeddings"] = length
     missing = [name for name, value in options.items() if value is ... or (name.startswith("original") and value is None)]
     unknown = sorted(said.keys() - KINDS[kind].keys())
-    strange = [name for name, value in options.items() if name in said and not (_is_number(value) or isinstance(value, bool))]
+    strange = [name for name, value in options.items() if name in said and not (is_number(value) or isinstance(value, bool))]
     if missing or unknown or strange:
         names = [*(f"{name} is missing" for name in missing), *(f"{name} is not one of its keys" for name in unknown)]
         keys.wrong(key, f"rope_type {kind}: {', '.join([*names, *(f'{name} is not a number above 0' for name in strange)])}")
@@ -373,7 +269,7 @@ def _rope(keys: _Keys, key: str, said: Mapping[str, Any], theta: float, length: 
     return Rope.of(theta, head_dim, kind, **options)
 
 
-def _gpt2(keys: _Keys) -> dict[str, Any]:
+def _gpt2(keys: ConfigKeys) -> dict[str, Any]:
     """The fields of a GPT-2, whose keys have other names."""
     width, heads, positions = keys.count("n_embd"), keys.count("n_head"), keys.count("n_positions", 1024)
     keys.used.add("n_ctx")  # the same number, in files of old versions

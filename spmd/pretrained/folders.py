@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from spmd.distributed.consistency import raise_everywhere
-from spmd.errors import ModelError, OptionError, PretrainedError, did_you_mean, short_repr, type_name
+from spmd.errors import ModelError, OptionError, PretrainedError, did_you_mean, join_names, short_repr, type_name
 from spmd.layout.check import fit_layout
 from spmd.layout.schema import Layout
 from spmd.layout.unused_axes import unused_axes, without_axes
@@ -22,10 +22,10 @@ from spmd.mesh import MeshSpec, make_mesh
 from spmd.models.base import Variables, trace_abstractly
 from spmd.models.flax_nnx import NnxModel, hand_over
 from spmd.models.wrap import wrap
-from spmd.pretrained.architectures import find
+from spmd.pretrained.architectures import Architecture, find
 from spmd.pretrained.links import Link
 from spmd.pretrained.match_tensors import match_tensors
-from spmd.pretrained.name_map import NameMap
+from spmd.pretrained.name_map import NameMap, compiled
 from spmd.pretrained.read_weights import ReadReport, read_arrays
 from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Tensor, WeightFiles, open_files
 from spmd.pretrained.write_weights import write_folder
@@ -83,6 +83,7 @@ class Outline:
     Attributes:
       model: the wrapped module.
       name_map: which tensor of the files is which array.
+      notes: what config.json asks for that the model leaves to the training run.
       abstract: shapes of the module's variables.
       layout: without the axes that the mesh does not have; None if there is neither mesh nor layout.
       shardings: where each parameter lies; elsewhere: where everything else does.
@@ -90,6 +91,7 @@ class Outline:
 
     model: NnxModel
     name_map: NameMap
+    notes: tuple[str, ...]
     abstract: Variables
     layout: Layout | None
     shardings: dict[str, Sharding]
@@ -98,20 +100,20 @@ class Outline:
     @classmethod
     def of(cls, path: Path, *, model: Any = None, name_map: Any = None, mesh: Any = None, layout: Any = None) -> "Outline":
         """From a folder's config.json and the arguments of `load`, which raises the same."""
-        factory, chosen_map = _choose(path, model, name_map)
+        factory, chosen_map, notes = _choose(path, model, name_map)
         built = wrap(factory)
         if not isinstance(built, NnxModel):
             raise ModelError(f"model= gives {type_name(model)}, not an nnx module.", fix="a function that returns an nnx.Module.")
         abstract = trace_abstractly(lambda: built.init(None, _no_call), "the model")
         if mesh is None and layout is None:
             one = SingleDeviceSharding(jax.local_devices()[0])
-            return cls(built, chosen_map, abstract, None, dict.fromkeys(flatten(abstract.params), one), one)
+            return cls(built, chosen_map, notes, abstract, None, dict.fromkeys(flatten(abstract.params), one), one)
         chosen = Layout.load(layout if layout is not None else "data_parallel")
         on = make_mesh(mesh if mesh is not None else dict(chosen.mesh) or None)
         spec, names = MeshSpec.parse(on), built.names(None, _no_call)
         resolved = fit_layout(without_axes(chosen, unused_axes(chosen, spec)), flatten(abstract.params), names, spec, built.stacks())
         placed: dict[str, Sharding] = {path: NamedSharding(on, pspec(place.spec)) for path, place in resolved.placements.items()}
-        return cls(built, chosen_map, abstract, resolved.layout, placed, NamedSharding(on, PartitionSpec()))
+        return cls(built, chosen_map, notes, abstract, resolved.layout, placed, NamedSharding(on, PartitionSpec()))
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def load(
 
     Example:
       >>> import tempfile
-      >>> from spmd.pretrained.name_map import NameMap
+      >>> from spmd.pretrained.name_map import NameMap, compiled
       >>> from spmd.pretrained.safetensors_files import write_file
       >>> names = NameMap.loads('[[tensors]]\\nfile = "weight"\\nmodel = "kernel"\\ntranspose = true')
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +187,12 @@ def load(
         values, origin = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
     finally:
         display.close()
-    logging.getLogger("spmd").info("%s: %s", path, origin.report)
+    logger = logging.getLogger("spmd")
+    logger.info("%s: %s", path, origin.report)
+    for reason, names in _ignored(origin).items():
+        logger.info("%s: not read, and not in what save writes: %s, because %s.", path, join_names(names), reason)
+    for note in outline.notes:
+        logger.warning("%s: %s", path / CONFIG, note)
     others = _made_by_the_model(built, Variables({}, abstract.stats, abstract.rngs), outline.elsewhere)
     stats = map_paths(lambda name, leaf: values.get(name, leaf), others.stats)
     module = built.rebuild(Variables(map_paths(lambda name, _: values[name], abstract.params), stats, others.rngs))
@@ -203,15 +210,25 @@ def _no_call(model: Any) -> None:
     """An nnx module shows its shapes without being called."""
 
 
-def _choose(path: Path, model: Any, name_map: Any) -> tuple[Any, NameMap]:
+def _choose(path: Path, model: Any, name_map: Any) -> Architecture:
     """The model and the name map: those given, or those of the folder's config."""
     chosen = None if name_map is None else NameMap.load(name_map)
     if model is not None and chosen is not None:
-        return model, chosen
+        return Architecture(model, chosen, ())
     if not path.is_dir():
         raise PretrainedError(f"there is no folder {path}.", fix="check the path; a model's name must be downloaded to a folder first.")
-    factory, found = find(read_config(path), str(path / CONFIG))
-    return model if model is not None else factory, chosen if chosen is not None else found
+    found = find(read_config(path), str(path / CONFIG))
+    found = found if model is None else found._replace(factory=model, notes=())
+    return found if chosen is None else found._replace(name_map=chosen)
+
+
+def _ignored(origin: Origin) -> dict[str, list[str]]:
+    """Tensors of the files that the map ignores, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for rule in origin.name_map.for_names(origin.files.tensors).ignored:
+        if names := list(filter(compiled(rule.file).fullmatch, origin.files.tensors)):
+            by_reason.setdefault(rule.reason, []).extend(names)
+    return by_reason
 
 
 def _dtypes(dtype: str, links: list[Link], arrays: Mapping[str, Any]) -> dict[str, np.dtype]:
@@ -344,7 +361,7 @@ def _origin(module: nnx.Module, like: Any, name_map: Any) -> Origin:
     if name_map is not None:
         chosen = NameMap.load(name_map)
     else:
-        chosen = origin.name_map if isinstance(origin, Origin) else find(read_config(path), str(path / CONFIG))[1]
+        chosen = origin.name_map if isinstance(origin, Origin) else find(read_config(path), str(path / CONFIG)).name_map
     return Origin(open_files(path), chosen)
 
 

@@ -151,7 +151,7 @@ def test_config_that_cannot_be_honoured(name, golden):
 def test_every_family_has_a_map():
     needs = {"gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "model_type": "gpt2"}}
     for kind in FAMILIES:
-        factory, name_map = find(needs.get(kind, {"model_type": kind, **SMALL}))
+        factory, name_map, _ = find(needs.get(kind, {"model_type": kind, **SMALL}))
         assert kind in name_map.model_types
         assert isinstance(factory, functools.partial)
     assert set(KINDS) >= {"default", "linear", "llama3", "yarn"}

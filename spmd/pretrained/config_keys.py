@@ -1,0 +1,118 @@
+"""Reads a config.json: each key is read, or is known to change nothing (`IRRELEVANT`), or is an error."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmd.errors import PretrainedError, short_repr
+
+ACTIVATIONS = {
+    **{"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu"},
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
+}
+
+# Keys that change no result of a model here: names and versions; how weights were initialised; what transformers' own code returns, caches
+# or runs on; heads of other tasks; what generation takes as its own arguments.
+IRRELEVANT = frozenset(
+    """model_type architectures transformers_version torch_dtype dtype _name_or_path _commit_hash auto_map task_specific_params
+    initializer_range use_cache cache_implementation return_dict output_hidden_states output_attentions torchscript
+    _attn_implementation_autoset attn_implementation pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn tf_legacy_loss
+    use_bfloat16 bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id num_labels problem_type
+    finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    temperature top_k top_p typical_p do_sample max_length min_length max_new_tokens num_beams num_return_sequences repetition_penalty
+    length_penalty early_stopping no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens prefix
+    unsloth_fixed unsloth_version _sliding_window_pattern""".split()
+)
+# Keys that would change results if they were set: they may be there with these values only.
+UNSET: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (False,),
+    "quantization_config": (),
+    "pruned_heads": ({},),
+    "per_layer_config": ({},),
+    "tie_last_hidden_states": (True,),
+    "partial_rotary_factor": (1, 1.0),
+}
+DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number from 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+class ConfigKeys:
+    """A config.json that remembers what was read of it, and all that is wrong.
+
+    Args:
+      what: the model that is made of it, for errors.
+    """
+
+    def __init__(self, config: Mapping[str, Any], what: str):
+        self.config, self.what, self.problems = config, what, list[str]()
+        self.used, self.notes = {*IRRELEVANT, *UNSET, *DROPOUTS}, list[str]()
+        for key, accepted in UNSET.items():
+            if (value := config.get(key)) is not None and value not in accepted:
+                self.wrong(key, f"the {self.what} does not have that" + (f"; {accepted[0]!r} would be fine" if accepted else ""))
+        for key in DROPOUTS:
+            if config.get(key):
+                self.notes.append(f"{key} = {config[key]!r} is not applied: the {self.what} drops nothing in training.")
+
+    def wrong(self, key: str, why: str) -> None:
+        """Note a problem of a key and its value."""
+        said = f"{key} = {short_repr(self.config[key])}" if key in self.config else f"{key} is missing"
+        self.problems.append(f"{said}: {why}.")
+
+    def get(self, key: str, default: Any, holds: Callable[[Any], bool], wanted: str, *, null: bool = True) -> Any:
+        """A key's value, or the default if it is missing or null; `...`: it may not be."""
+        self.used.add(key)
+        value = self.config.get(key)
+        if value is None:
+            if default is ... or (key in self.config and not null):
+                self.wrong(key, f"wanted {wanted}")
+                return 1
+            return default
+        if not holds(value):
+            self.wrong(key, f"wanted {wanted}")
+            return 1 if default is ... else default
+        return value
+
+    def count(self, key: str, default: Any = ...) -> Any:
+        """A whole number from 1."""
+        return self.get(key, default, is_count, "a whole number from 1")
+
+    def number(self, key: str, default: Any = ...) -> Any:
+        """A number above 0."""
+        return self.get(key, default, is_number, "a number above 0")
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or False."""
+        return self.get(key, default, lambda value: isinstance(value, bool), "true or false")
+
+    def activation(self, key: str, default: str) -> str:
+        """Our name of an activation."""
+        known = f"one of {', '.join(ACTIVATIONS)}"
+        return ACTIVATIONS[self.get(key, default, lambda value: isinstance(value, str) and value in ACTIVATIONS, known)]
+
+    def finish(self, where: str) -> None:
+        """Raise if a key was not read, or something is wrong."""
+        for key in sorted(self.config.keys() - self.used):
+            if self.config[key] is not None:
+                self.wrong(key, f"the {self.what} does not know this key of a {self.config['model_type']}")
+        if self.problems:
+            shown = "\n".join(f"    {problem}" for problem in sorted(self.problems))
+            fix = "a model of your own and a name map, spmd.pretrained.load(model=..., name_map=...); or remove a key that changes nothing."
+            why = f"{where}: the {self.what} does not fit {len(self.problems)} of its keys:"
+            raise PretrainedError(f"{why}\n{shown}", fix=fix, summary=f"{where}: {min(self.problems)}")
