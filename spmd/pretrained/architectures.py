@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax import nnx
 
-from spmd.errors import PretrainedError, did_you_mean, short_repr
+from spmd.errors import OptionError, PretrainedError, did_you_mean, short_repr
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.decoder_config import DecoderConfig
 from spmd.pretrained.encoder import Encoder, EncoderConfig
@@ -16,6 +16,7 @@ from spmd.pretrained.name_map import IgnoredRule, NameMap
 
 MAPS = Path(__file__).parent / "maps"
 HEADS = {"bert.pooler.": ("features", "classes"), "cls.predictions.": ("masked_tokens",), "classifier.": ("classes",)}  # and their tasks
+CLASSIFIER = "BertForSequenceClassification"
 OWN = "A model of your own: model= and name_map=."
 
 
@@ -73,6 +74,31 @@ def find(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
         return Architecture(functools.partial(_build, Encoder, encoder), for_task(name_map, encoder.task), encoder.notes)
     decoder = DecoderConfig.from_config(config, where)
     return Architecture(functools.partial(_build, Decoder, decoder), for_head(name_map, decoder.tied), decoder.notes)
+
+
+def with_labels(config: Mapping[str, Any], labels: Sequence[str], where: str = "config.json") -> dict[str, Any]:
+    """The config.json of a new classifier over an encoder.
+
+    Raises:
+      OptionError: labels that are not different strings.
+      PretrainedError: the model is none that takes a classifier, or has one.
+
+    Example:
+      >>> with_labels({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ["no", "yes"])["id2label"]
+      {'0': 'no', '1': 'yes'}
+    """
+    several = isinstance(labels, Sequence) and not isinstance(labels, str) and len(labels) > 0
+    if not several or not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
+        raise OptionError(f"labels={short_repr(labels)}.", fix='names of classes, such as ["negative", "positive"].')
+    if config.get("model_type") != "bert":
+        why = f"{where}: labels= is for an encoder, and model_type is {short_repr(config.get('model_type'))}."
+        raise PretrainedError(why, fix="a folder of a BERT, or model= and name_map=.")
+    if config.get("architectures") == [CLASSIFIER]:
+        raise PretrainedError(f"{where}: the model is a {CLASSIFIER} already.", fix="no labels=; or the folder that it was trained from.")
+    kept = {key: value for key, value in config.items() if key not in ("num_labels", "_num_labels", "problem_type")}
+    numbered = {str(number): label for number, label in enumerate(labels)}
+    by_name = {label: number for number, label in enumerate(labels)}
+    return kept | {"architectures": [CLASSIFIER], "id2label": numbered, "label2id": by_name}
 
 
 def for_head(name_map: NameMap, tied: bool) -> NameMap:

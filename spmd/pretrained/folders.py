@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from spmd.mesh import MeshSpec, make_mesh
 from spmd.models.base import Variables, trace_abstractly
 from spmd.models.flax_nnx import NnxModel, hand_over
 from spmd.models.wrap import wrap
-from spmd.pretrained.architectures import Architecture, find
+from spmd.pretrained.architectures import Architecture, find, with_labels
 from spmd.pretrained.links import Link
 from spmd.pretrained.match_tensors import match_tensors
 from spmd.pretrained.name_map import NameMap, compiled
@@ -37,6 +37,7 @@ from spmd.user_paths import as_path
 CONFIG = "config.json"
 ORIGIN = "pretrained_origin"  # the attribute of a module that says where its weights are from; it stays with `result.model`
 AS_FILE = "file"
+CLASSIFIER = {"classifier.weight": "classifier/kernel", "classifier.bias": "classifier/bias"}  # tensors and arrays of a new one
 BESIDE = ("*.json", "*.txt", "*.model", "*.jinja")  # files of a folder that are copied: its config, and its tokenizer
 
 
@@ -48,11 +49,13 @@ class Origin:
       files: the tensors of the folder, with their dtypes.
       name_map: which of them is which array.
       report: what this process has read; None if nothing was.
+      config: of the model, where it is not that of the folder.
     """
 
     files: WeightFiles
     name_map: NameMap
     report: ReadReport | None = None
+    config: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"Origin({str(self.files.where)!r}, {len(self.files.tensors)} tensors)"
@@ -84,6 +87,7 @@ class Outline:
       model: the wrapped module.
       name_map: which tensor of the files is which array.
       notes: what config.json asks for that the model leaves to the training run.
+      config: with the labels of a new classifier; None without one.
       abstract: shapes of the module's variables.
       layout: without the axes that the mesh does not have; None if there is neither mesh nor layout.
       shardings: where each parameter lies; elsewhere: where everything else does.
@@ -92,28 +96,34 @@ class Outline:
     model: NnxModel
     name_map: NameMap
     notes: tuple[str, ...]
+    config: dict[str, Any] | None
     abstract: Variables
     layout: Layout | None
     shardings: dict[str, Sharding]
     elsewhere: Sharding
 
     @classmethod
-    def of(cls, path: Path, *, model: Any = None, name_map: Any = None, mesh: Any = None, layout: Any = None) -> "Outline":
+    def of(
+        cls, path: Path, *, model: Any = None, name_map: Any = None, mesh: Any = None, layout: Any = None, labels: Any = None
+    ) -> "Outline":
         """From a folder's config.json and the arguments of `load`, which raises the same."""
-        factory, chosen_map, notes = _choose(path, model, name_map)
+        config = None if labels is None else with_labels(read_config(path), labels, str(path / CONFIG))
+        if config is not None and (model is not None or name_map is not None):
+            raise OptionError("labels= with a model or a name map of your own.", fix="one of them.")
+        factory, chosen_map, notes = _choose(path, model, name_map, config)
         built = wrap(factory)
         if not isinstance(built, NnxModel):
             raise ModelError(f"model= gives {type_name(model)}, not an nnx module.", fix="a function that returns an nnx.Module.")
         abstract = trace_abstractly(lambda: built.init(None, _no_call), "the model")
         if mesh is None and layout is None:
             one = SingleDeviceSharding(jax.local_devices()[0])
-            return cls(built, chosen_map, notes, abstract, None, dict.fromkeys(flatten(abstract.params), one), one)
+            return cls(built, chosen_map, notes, config, abstract, None, dict.fromkeys(flatten(abstract.params), one), one)
         chosen = Layout.load(layout if layout is not None else "data_parallel")
         on = make_mesh(mesh if mesh is not None else dict(chosen.mesh) or None)
         spec, names = MeshSpec.parse(on), built.names(None, _no_call)
         resolved = fit_layout(without_axes(chosen, unused_axes(chosen, spec)), flatten(abstract.params), names, spec, built.stacks())
         placed: dict[str, Sharding] = {path: NamedSharding(on, pspec(place.spec)) for path, place in resolved.placements.items()}
-        return cls(built, chosen_map, notes, abstract, resolved.layout, placed, NamedSharding(on, PartitionSpec()))
+        return cls(built, chosen_map, notes, config, abstract, resolved.layout, placed, NamedSharding(on, PartitionSpec()))
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -133,6 +143,7 @@ def load(
     mesh: Any = None,
     layout: str | Path | Layout | None = None,
     dtype: str = "float32",
+    labels: Sequence[str] | None = None,
     progress: bool | str = "auto",
 ) -> nnx.Module:
     """A model with the weights of a folder of safetensors files, each read straight to the devices that keep it.
@@ -146,6 +157,7 @@ def load(
       mesh: "data=4,model=2", a dict, or a jax `Mesh`; None: the layout's own mesh, or one device if there is no layout.
       layout: as for `fit`; None: "data_parallel" if there is a mesh.
       dtype: of floating-point parameters; "file": as the files have them.
+      labels: of classes: an encoder gets a new, random classifier for them, and `save` writes that too.
       progress: True, False, or "auto" (in a terminal or a notebook).
 
     Returns:
@@ -158,7 +170,7 @@ def load(
 
     Example:
       >>> import tempfile
-      >>> from spmd.pretrained.name_map import NameMap, compiled
+      >>> from spmd.pretrained.name_map import NameMap
       >>> from spmd.pretrained.safetensors_files import write_file
       >>> names = NameMap.loads('[[tensors]]\\nfile = "weight"\\nmodel = "kernel"\\ntranspose = true')
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -169,31 +181,37 @@ def load(
     """
     path = as_path(folder, "folder")
     display = _progress(progress)
-    outline = Outline.of(path, model=model, name_map=name_map, mesh=mesh, layout=layout)
+    outline = Outline.of(path, model=model, name_map=name_map, mesh=mesh, layout=layout, labels=labels)
     built, abstract = outline.model, outline.abstract
 
-    def read() -> tuple[dict[str, jax.Array], Origin]:
-        files = open_files(path)
-        links, arrays = outline.match(files), outline.arrays
+    def read() -> tuple[dict[str, jax.Array], dict[str, jax.ShapeDtypeStruct], Origin]:
+        files, arrays = open_files(path), outline.arrays
+        if labels is not None:
+            files = _with_classifier(files, arrays)
+        links = outline.match(files)
         dtypes = _dtypes(dtype, links, arrays)
         targets = {
             name: jax.ShapeDtypeStruct(arrays[name].shape, dtypes[name], sharding=outline.shardings.get(name, outline.elsewhere))
             for name in {link.path: None for link in links}
         }
-        values, report = read_arrays(links, targets, display)
-        return values, Origin(dataclasses.replace(files, where=path.absolute()), outline.name_map, report)
+        new = {name: targets.pop(name) for name in CLASSIFIER.values()} if labels is not None else {}
+        values, report = read_arrays([link for link in links if link.path not in new], targets, display)
+        return values, new, Origin(dataclasses.replace(files, where=path.absolute()), outline.name_map, report, outline.config)
 
     try:
-        values, origin = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
+        values, new, origin = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
     finally:
         display.close()
     logger = logging.getLogger("spmd")
     logger.info("%s: %s", path, origin.report)
     for reason, names in _ignored(origin).items():
         logger.info("%s: not read, and not in what save writes: %s, because %s.", path, join_names(names), reason)
+    if new:
+        logger.info("%s: new and random: %s.", path, join_names(CLASSIFIER))
     for note in outline.notes:
         logger.warning("%s: %s", path / CONFIG, note)
-    others = _made_by_the_model(built, Variables({}, abstract.stats, abstract.rngs), outline.elsewhere)
+    others = _made_by_the_model(built, Variables(new, abstract.stats, abstract.rngs), outline.elsewhere)
+    values |= others.params
     stats = map_paths(lambda name, leaf: values.get(name, leaf), others.stats)
     module = built.rebuild(Variables(map_paths(lambda name, _: values[name], abstract.params), stats, others.rngs))
     setattr(module, ORIGIN, origin)
@@ -210,14 +228,14 @@ def _no_call(model: Any) -> None:
     """An nnx module shows its shapes without being called."""
 
 
-def _choose(path: Path, model: Any, name_map: Any) -> Architecture:
-    """The model and the name map: those given, or those of the folder's config."""
+def _choose(path: Path, model: Any, name_map: Any, config: Any = None) -> Architecture:
+    """The model and the name map: those given, or those of the config, by default the folder's."""
     chosen = None if name_map is None else NameMap.load(name_map)
     if model is not None and chosen is not None:
         return Architecture(model, chosen, ())
     if not path.is_dir():
         raise PretrainedError(f"there is no folder {path}.", fix="check the path; a model's name must be downloaded to a folder first.")
-    found = find(read_config(path), str(path / CONFIG))
+    found = find(config or read_config(path), str(path / CONFIG))
     found = found if model is None else found._replace(factory=model, notes=())
     return found if chosen is None else found._replace(name_map=chosen)
 
@@ -256,18 +274,27 @@ def _as_dtype(dtype: Any) -> np.dtype:
     return np.dtype(jnp.dtype(dtype))
 
 
+def _with_classifier(files: WeightFiles, arrays: Mapping[str, Any]) -> WeightFiles:
+    """The files with tensors of a new classifier, which are in none of them."""
+    if there := [name for name in CLASSIFIER if name in files.tensors]:
+        raise PretrainedError(f"{files.where} has {join_names(there)} already.", fix="a config.json that names its architecture.")
+    dtype = next(iter(files.tensors.values())).dtype if files.tensors else np.dtype("float32")
+    new = {name: Tensor(name, files.where, dtype, arrays[path].shape[::-1], 0, 0) for name, path in CLASSIFIER.items()}
+    return dataclasses.replace(files, tensors=files.tensors | new)
+
+
 def _made_by_the_model(model: NnxModel, abstract: Variables, where: Sharding) -> Variables:
-    """Random streams and statistics as the model makes them; its parameters are not made."""
+    """New parameters by path, random streams and statistics, as the model makes them; other parameters are not made."""
     if not jax.tree.leaves(abstract):
         return abstract
 
-    def make() -> Tree:
+    def make() -> tuple[Tree, Tree, Tree]:
         made = model.init(None, _no_call)
-        return made.stats, made.rngs
+        params = flatten(made.params)
+        return {path: params[path].astype(new.dtype) for path, new in abstract.params.items()}, made.stats, made.rngs
 
     with nnx.use_eager_sharding(False):
-        stats, rngs = jax.jit(make, out_shardings=where)()
-    return Variables({}, stats, rngs)
+        return Variables(*jax.jit(make, out_shardings=({path: new.sharding for path, new in abstract.params.items()}, where, where))())
 
 
 def save(
@@ -321,7 +348,7 @@ def save(
             arrays,
             dtypes={name: _written_dtype(tensor, dtype) for name, tensor in tensors.items()},
             metadata=origin.files.metadata or {"format": "pt"},
-            beside=_beside(origin.files.where, dtype),
+            beside=_beside(origin, dtype),
             max_shard=_bytes(max_shard),
             display=display,
         )
@@ -365,16 +392,17 @@ def _origin(module: nnx.Module, like: Any, name_map: Any) -> Origin:
     return Origin(open_files(path), chosen)
 
 
-def _beside(where: Path, dtype: str | None) -> dict[str, bytes]:
-    """Files beside the weights, by name; the config says the dtype of the tensors."""
+def _beside(origin: Origin, dtype: str | None) -> dict[str, bytes]:
+    """Files beside the weights, by name; the config is the model's, and says the dtype of the tensors."""
+    where = origin.files.where
     folder = where.parent if where.suffix == SUFFIX else where
     if not folder.is_dir():
         why = f"{folder}, from which the weights were loaded, is not there any more; its config and tokenizer are to be copied."
         raise PretrainedError(why, fix="like=FOLDER, a copy of it.")
     paths = sorted(path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file() and not path.name.endswith(INDEX))
     contents = {path.name: path.read_bytes() for path in paths}
-    if dtype is not None and CONFIG in contents:
-        config = json.loads(contents[CONFIG])
-        config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config}
+    if CONFIG in contents and (dtype is not None or origin.config is not None):
+        config = origin.config or json.loads(contents[CONFIG])
+        config = config | {key: dtype for key in ("torch_dtype", "dtype") if dtype is not None and key in config}
         contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     return contents

@@ -3,6 +3,7 @@
 What `transformers` computes is in fixtures/bert_*/expected.npz, with the script that made it.
 """
 
+import dataclasses
 import functools
 import json
 import logging
@@ -18,13 +19,14 @@ from flax import nnx
 
 import spmd
 from spmd.errors import SpmdError
+from spmd.layout.schema import Batch, Rule
 from spmd.pretrained.architectures import find
 from spmd.pretrained.encoder import Encoder, EncoderConfig
 from spmd.pretrained.folders import load, save
 from spmd.pretrained.safetensors_files import open_files
 
 FIXTURES = Path(__file__).parent / "fixtures"
-KINDS = ["bert_features", "bert_masked", "bert_classes"]
+KINDS = ["bert_masked", "bert_features", "bert_classes"]
 LAYOUTS = {  # and their meshes; after a colon, which of several meshes
     "fsdp": "data=8",
     "tensor_parallel": "data=2,model=4",
@@ -73,6 +75,7 @@ def loss_and_norm(model, batch):
     return loss, optax.tree.norm(nnx.to_pure_dict(grads))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_encoder_equals_transformers(name):
     model, values, batch = loaded(name), expected(name), batch_of(name)
@@ -108,7 +111,10 @@ def norm_only():
     ],
 )
 def test_encoder_under_layouts_equals_transformers(name, layout):
-    where = {"mesh": LAYOUTS[layout], "layout": layout.partition(":")[0]}
+    where: dict = {"mesh": LAYOUTS[layout], "layout": spmd.Layout.load(layout.partition(":")[0])}
+    if layout.endswith("sequences") and name == "bert_classes":  # a label has no sequence
+        of_rows = Rule("targets", (("replica", "data"),))
+        where["layout"] = dataclasses.replace(where["layout"], batch=Batch((("replica", "data"), "context"), (of_rows,)))
     values, batch = expected(name), batch_of(name, copies=4)
     trainer = spmd.Trainer(load(FIXTURES / name, **where), loss=LOSS, optimizer=norm_only(), **where)
     state, metrics = trainer.step(trainer.init(), batch)
@@ -148,7 +154,7 @@ def of_another_task(tmp_path, name, architecture):
 
 
 def test_other_heads_and_dropouts_are_logged(tmp_path, caplog):
-    """The classifier's features are those of its encoder; what is ignored has a reason."""
+    """The layers of an encoder of masked tokens are taken for features; what is ignored has a reason."""
     folder = of_another_task(tmp_path, "bert_masked", "BertModel")
     with caplog.at_level(logging.INFO, "spmd"):
         model = load(folder)
@@ -159,9 +165,8 @@ def test_other_heads_and_dropouts_are_logged(tmp_path, caplog):
     ]
     ignored = [text for _, text in messages if "not read" in text]
     assert len(ignored) == 2 and "cls.seq_relationship.weight" in ignored[0] and "cls.predictions.bias" in ignored[1], ignored
-    inputs = batch_of("bert_masked")["inputs"]
-    both = [jax.jit(lambda model, inputs: model.features(**inputs))(each, inputs) for each in (model, loaded("bert_masked"))]
-    assert np.array_equal(*both) and model(inputs).shape == (*inputs["tokens"].shape, 32)
+    both = [jax.tree.leaves(nnx.state(each.stack, nnx.Param)) for each in (model, loaded("bert_masked"))]
+    assert all(map(np.array_equal, *both)) and model.predictions is None
 
 
 def test_missing_head(tmp_path, golden):
@@ -170,6 +175,47 @@ def test_missing_head(tmp_path, golden):
     with pytest.raises(SpmdError) as caught:
         load(folder)
     golden("weights_misfit_missing_head", str(caught.value).replace(str(folder), "FOLDER").replace(str(Path(spmd.__file__).parent), "SPMD"))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["bert_masked", "bert_features"])
+def test_new_classifier_is_trained_and_saved(name, tmp_path):
+    """From an encoder of another task, under a layout; the folder that is written is a classifier's, as transformers reads it."""
+    where = {"mesh": "data=8", "layout": "fsdp"}
+    model = load(FIXTURES / name, labels=["no", "yes"], **where)
+    before = np.asarray(model.classifier.kernel[...])
+    assert before.shape == (32, 2) and 0.01 < before.std() < 0.03
+    assert np.array_equal(before, load(FIXTURES / name, labels=["no", "yes"]).classifier.kernel[...]), "on any mesh"
+    batch = {"inputs": batch_of(name, 2)["inputs"], "label": np.arange(8, dtype=np.int32) % 2}
+    options = {"optimizer": optax.sgd(0.1), "batch_size": 8, "steps": 1, "progress": False, **where}
+    result = spmd.fit(model, batch, loss=spmd.losses.cross_entropy, **options)
+    saved = save(result, tmp_path / "saved")
+    tensors, given = open_files(saved).tensors, open_files(FIXTURES / name).tensors
+    assert tensors.keys() - given.keys() == {"classifier.weight", "classifier.bias"} and tensors["classifier.weight"].shape == (2, 32)
+    assert all(key.startswith("cls.") for key in given.keys() - tensors.keys())
+    config = json.loads((saved / "config.json").read_text())
+    assert (config["architectures"], config["id2label"]) == (["BertForSequenceClassification"], {"0": "no", "1": "yes"})
+    again = load(saved)
+    assert np.array_equal(again.classifier.kernel[...], result.model.classifier.kernel[...])
+    assert not np.array_equal(again.classifier.kernel[...], before)
+
+
+LABELS = {
+    "text": ("bert_features", {"labels": "yes"}),
+    "twice": ("bert_features", {"labels": ["yes", "yes"]}),
+    "a classifier": ("bert_classes", {"labels": ["no", "yes"]}),
+    "a decoder": ("gpt2", {"labels": ["no", "yes"]}),
+    "a model": ("bert_features", {"labels": ["no", "yes"], "model": lambda: None, "name_map": "names.toml"}),
+}
+
+
+def test_wrong_labels(golden):
+    texts = []
+    for name, (folder, options) in LABELS.items():
+        with pytest.raises(SpmdError) as caught:
+            load(FIXTURES / folder, **options)
+        texts.append(f"{name}: {caught.value}".replace(str(FIXTURES), "FIXTURES"))
+    golden("encoder_labels", "\n".join(texts))
 
 
 BASE = {  # as published: bert-base-uncased
@@ -221,14 +267,14 @@ CALLS = {
     "task": lambda model: EncoderConfig(**SIZES, task="class"),
     "names of others": lambda model: model({"tokens": TOKENS, "attention_mask": TOKENS}),
     "no tokens": lambda model: model({"input_ids": TOKENS}),
-    "long rows": lambda model: model(np.ones((1, 5), np.int32)),
-    "no pooler": lambda model: model.pool(model.features(TOKENS)),
+    "long rows": lambda model: model(np.ones((1, 25), np.int32)),
+    "no pooler": lambda model: model.pool(np.ones((1, 3, 32), np.float32)),
     "generation": lambda model: spmd.generate(model, [[1]], max_new_tokens=1),
 }
 
 
 def test_encoder_misuse(golden):
-    model, texts = Encoder(EncoderConfig(**SIZES, task="masked_tokens"), rngs=nnx.Rngs(0)), []
+    model, texts = loaded("bert_masked"), []
     for name, call in CALLS.items():
         with pytest.raises(SpmdError) as caught:
             call(model)
