@@ -134,6 +134,7 @@ WRONG = {
     "prompt": lambda path: ["--sample", "<|im_end|>"],
     "precision": lambda path: ["--precision", "float8"],
     "chat_format": lambda path: ["--chat", "llama3"],
+    "an_encoder": lambda path: [shutil.copytree(FOLDER.parent / "bert_classes", path / "model")],
 }
 
 
