@@ -214,6 +214,9 @@ def load(
     values |= others.params
     stats = map_paths(lambda name, leaf: values.get(name, leaf), others.stats)
     module = built.rebuild(Variables(map_paths(lambda name, _: values[name], abstract.params), stats, others.rngs))
+    for _, embed in nnx.iter_modules(module):
+        if isinstance(embed, nnx.Embed) and embed.dtype == embed.param_dtype:  # as built: it computes in the dtype of its table
+            embed.dtype = embed.param_dtype = embed.embedding.dtype
     setattr(module, ORIGIN, origin)
     hand_over(module)
     return module

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from spmd.pretrained.folders import ORIGIN
 from spmd.pretrained.safetensors_files import open_files, read_box, write_file
 from spmd.tree import flatten
 
+FIXTURES = Path(__file__).parent / "fixtures"
 KINDS = (Stacked, Listed, Grouped)
 
 
@@ -90,6 +92,14 @@ def test_three_models_compute_the_same(tmp_path):
     outputs = [np.asarray(module(tokens)) for module in modules]
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(outputs[2], outputs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "bert_masked"])
+def test_models_compute_in_the_dtype_that_is_read(name):
+    model = spmd.pretrained.load(FIXTURES / name, dtype="bfloat16")
+    tokens = jnp.zeros((2, 4), int)
+    assert jax.eval_shape(lambda model: model.features(tokens), model).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda model: model(tokens), model).dtype == jnp.float32
 
 
 LAYOUTS = {
