@@ -21,6 +21,7 @@ _NAMES = {
     "spmd.layout.compiler": ("Compiler",),
     "spmd.layout.model_parallel": ("Experts", "Pipeline", "Sequence"),
     "spmd.layout.precision": ("Precision",),
+    "spmd.layout.trained": ("Adapter", "Train"),
     "spmd.layout.remat": ("Remat",),
     "spmd.layout.schema": ("Attention", "Default", "Layout", "Memory", "OptimizerState", "Rule"),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
@@ -70,6 +71,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients
     from spmd.layout.model_parallel import Experts as Experts, Pipeline as Pipeline, Sequence as Sequence
     from spmd.layout.precision import Precision as Precision
+    from spmd.layout.trained import Adapter as Adapter, Train as Train
     from spmd.layout.remat import Remat as Remat
     from spmd.layout.schema import (
         Attention as Attention,
