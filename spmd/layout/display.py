@@ -52,7 +52,9 @@ def _rows(layout: Layout) -> list[tuple[str, ...]]:
     rows.append(("gradients", "all others" if layout.gradients.rules else "all", _words(gradients), "", ""))
     rows += [("remat", ", ".join(rule.modules), f"save {rule}", "", "") for rule in layout.remat.rules]
     rows += [("precision", rule.path, f"products in {rule.products}", *_origin(rule)) for rule in layout.precision]
-    rows += [("adapter", adapter.modules, f"rank {adapter.rank}, scale {adapter.scale:g}", *_origin(adapter)) for adapter in layout.adapters]
+    rows += [
+        ("adapter", adapter.modules, f"rank {adapter.rank}, scale {adapter.scale:g}", *_origin(adapter)) for adapter in layout.adapters
+    ]
     changed = {name: _words(changed_values(getattr(layout, name))) for name in OTHERS}
     return [*rows, *((name, "", words, "", "") for name, words in changed.items() if words)]
 
