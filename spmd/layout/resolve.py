@@ -204,17 +204,29 @@ def keep_frozen(resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeD
     """`resolved` with the placements of parameters that are not trained apart.
 
     Args:
-      frozen: by path of the parameter, the arrays in which it is kept, by their paths. They are sharded as it would be, but for dims of theirs
-        that do not divide.
+      frozen: by path of the parameter, the arrays in which it is kept, by their paths.
     """
     kept = {}
     for path, arrays in frozen.items():
         place = resolved.placements[path]
         for name, leaf in arrays.items():
-            spec = tuple(
-                entry if size % num_shards((entry,), resolved.mesh) == 0 else None
-                for entry, size in zip(place.spec, leaf.shape, strict=False)
-            )
+            spec = _kept_spec(place.spec, leaf.shape, resolved.mesh)
             kept[name] = Placement(name, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, place.chosen_by)
     trained = {path: place for path, place in resolved.placements.items() if path not in frozen}
     return dataclasses.replace(resolved, placements=trained, frozen=kept)
+
+
+def _kept_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
+    """The spec of a parameter for codes or scales of it: one of the last two dims takes over what the other one's size does not divide.
+
+    >>> _kept_spec(("data", None), (4, 64), MeshSpec.parse("data=8"))
+    (None, 'data')
+    """
+    entries: list[Entry] = [*spec, *[None] * (len(shape) - len(spec))]
+    for dim, entry in enumerate(entries):
+        if entry is None or shape[dim] % num_shards((entry,), mesh) == 0:
+            continue
+        entries[dim], other = None, 2 * len(shape) - 3 - dim
+        if dim >= len(shape) - 2 and entries[other] is None and shape[other] % num_shards((entry,), mesh) == 0:
+            entries[other] = entry
+    return tuple(entries)

@@ -99,4 +99,5 @@ class StageOrderedModel(Model):
 
 def make_stage_order(stacks: Mapping[str, int], like: Tree, stages: int, groups: int) -> StageOrder | None:
     """The stage order of a pipeline with several groups on each stage; None where the network's order is kept."""
-    return StageOrder(like, stages, groups, tuple(stacks)) if groups > 1 and stages > 1 and stacks else None
+    paths = tuple(path for path in {**flatten(like), **stacks} if path in stacks)
+    return StageOrder(like, stages, groups, paths) if groups > 1 and stages > 1 and paths else None
