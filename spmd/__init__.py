@@ -71,7 +71,6 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients
     from spmd.layout.model_parallel import Experts as Experts, Pipeline as Pipeline, Sequence as Sequence
     from spmd.layout.precision import Precision as Precision
-    from spmd.layout.trained import Adapter as Adapter, Train as Train
     from spmd.layout.remat import Remat as Remat
     from spmd.layout.schema import (
         Attention as Attention,
@@ -81,6 +80,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
         OptimizerState as OptimizerState,
         Rule as Rule,
     )
+    from spmd.layout.trained import Adapter as Adapter, Train as Train
     from spmd.mesh import MeshSpec as MeshSpec, make_mesh as make_mesh, simulate_devices as simulate_devices
     from spmd.models.functional import FunctionalModel as FunctionalModel
     from spmd.planner.calibration import Calibration as Calibration, calibrate as calibrate

@@ -69,7 +69,9 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
 
     shapes = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
     check_leaves(shapes, "the inputs")
-    return Forward(function, paths, leaves, shapes, frozenset(f"params/{path}" for path in placed.given.stacks()))
+    return Forward(
+        function, paths, leaves, shapes, frozenset(f"{of}/{path}" for path in placed.given.stacks() for of in ("params", "frozen"))
+    )
 
 
 class _CallRecorder:

@@ -19,6 +19,7 @@ from spmd.inference.forward import to_host
 from spmd.layout.schema import Layout
 from spmd.mesh import make_mesh
 from spmd.models.base import Call, Model, Variables
+from spmd.models.frozen import is_quantized
 from spmd.models.wrap import wrap
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.unchanged_models import CALLS

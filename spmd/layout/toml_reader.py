@@ -18,9 +18,9 @@ from spmd.layout.precision import PRODUCTS, Precision
 from spmd.layout.remat import Remat, remat_problems
 from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
 from spmd.layout.server import server_problems
-from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
 from spmd.layout.toml_tables import CHOICES as CHOICES, UNREGISTERED, Tables, is_number, register_hint, syntax_error
 from spmd.layout.toml_writer import dumps
+from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
 from spmd.wire.codec import CODECS, codec_options

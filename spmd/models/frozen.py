@@ -1,4 +1,4 @@
-"""A model of which some parameters are not trained: they are kept apart, in fewer bits if asked for, and joined where the model is called."""
+"""A model of which some parameters are not trained: they are kept apart, in fewer bits if asked for, and joined in calls of the model."""
 
 import dataclasses
 from collections.abc import Callable

@@ -108,7 +108,7 @@ class Program:
     @property
     def accumulated(self) -> str | None:
         """Which gradients of weights that are gathered layer by layer microbatches add up, "local" or "reduced"; None if there are none."""
-        if self.placed.config.accumulate == 1 or not self.sync.layerwise:
+        if self.placed.config.accumulate == 1 or not self.sync.layerwise & self.sync.resolved.placements.keys():
             return None
         return "local" if self.sync.sums_layers else "reduced"
 

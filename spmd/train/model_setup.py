@@ -22,7 +22,7 @@ from spmd.mesh import MeshSpec
 from spmd.models.base import Model, Variables, trace_abstractly
 from spmd.models.flax_linen import LinenModel
 from spmd.models.flax_nnx import NnxModel
-from spmd.models.frozen import Frozen, FrozenModel
+from spmd.models.frozen import Frozen, FrozenModel, join
 from spmd.models.wrap import wrap
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
@@ -182,7 +182,9 @@ class PlacedModel:
         layout, mesh = self._fitted.layout, self._fitted.mesh
         if layout.stage_axis is None:
             return None
-        return make_stage_order(self.given.stacks(), self._own.params, mesh.sizes[layout.stage_axis], layout.pipeline.groups)
+        return make_stage_order(
+            self.given.stacks(), join(self._own.params, self._own.frozen), mesh.sizes[layout.stage_axis], layout.pipeline.groups
+        )
 
     @functools.cached_property
     def storage(self) -> Storage | None:
