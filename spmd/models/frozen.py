@@ -1,6 +1,7 @@
 """A model of which some parameters are not trained: they are kept apart, in fewer bits if asked for, and joined in calls of the model."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,12 @@ class Frozen:
         return trained, map_paths(lambda path, leaf: self._keep(path, leaf) if path in self.paths else None, params)
 
     def _keep(self, path: str, leaf: Any) -> Any:
-        if path not in self.lower or self.kept is None:
-            return leaf
-        change: Callable[[Any], Any] = (
-            (lambda x: quantize(x, self.kept, self.block)) if self.kept in KINDS else (lambda x: x.astype(self.kept))
-        )
-        return jax.jit(change)(leaf)  # piece by piece, where the array lies
+        return _lowered(leaf, self.kept, self.block) if self.kept is not None and path in self.lower else leaf
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # array by array, where it lies
+def _lowered(leaf: Any, kept: str, block: int) -> Any:
+    return quantize(leaf, kept, block) if kept in KINDS else leaf.astype(kept)
 
 
 def join(params: Tree, frozen: Tree) -> Tree:
@@ -147,7 +148,7 @@ def quantized_product(product: Callable[[jax.Array, jax.Array], jax.Array], lhs:
     def run(lhs: jax.Array, rhs: Quantized) -> jax.Array:
         return product(lhs, dequantize(rhs, dtype))
 
-    def forward(lhs: jax.Array, rhs: Quantized) -> tuple[jax.Array, tuple]:
+    def forward(lhs: jax.Array, rhs: Quantized) -> tuple[jax.Array, Quantized]:
         return run(lhs, rhs), rhs
 
     def backward(rhs: Quantized, gradient: jax.Array) -> tuple:

@@ -66,7 +66,7 @@ def scan_gathered(
     policy_of: Callable[[Any], Callable[..., Any] | None],
     unroll: bool = False,
 ) -> tuple[Tree, Tree]:
-    """`run_layer(x, (full parameters, frozen ones), others) -> (x, kept)` from layer to layer: the last x, and what all keep, [layers, ...].
+    """`run_layer(x, (full parameters, frozen ones), others) -> (x, kept)` from layer to layer: last x, and what all keep, [layers, ...].
 
     The gradient with respect to `stack.residuals` is the next residuals.
 

@@ -221,7 +221,7 @@ def choose_layerwise(
     chosen = {path: used for path, used in found.items() if one_by_one or path not in owners}
     reasons = {path: why for path, used in chosen.items() if (why := _why_full(sync, path, used, owners.get(path)))}
     for group in called if one_by_one else ():
-        reasons |= _reasons_of_group(blocks, group, [path for path in found if owners.get(path) in group], reasons)
+        reasons |= _reasons_of_group(sync, blocks, group, [path for path in found if owners.get(path) in group], reasons)
     if declared.gather == "layer":
         headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of stacks, and equal blocks, one by one'
         raise_problems(LayoutError, headline, _problems(reasons, owners, called))
@@ -315,7 +315,9 @@ def _size(sync: GradientSync, paths: Iterable[str]) -> str:
     return format_bytes(sum(sync.resolved.placement(path).nbytes for path in paths))
 
 
-def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[str], reasons: Mapping[str, str]) -> dict[str, str]:
+def _reasons_of_group(
+    sync: GradientSync, blocks: BlockTrace, group: tuple[str, ...], paths: list[str], reasons: Mapping[str, str]
+) -> dict[str, str]:
     """Why parameters of equal blocks are gathered in full, beside `reasons`."""
     for block in group:
         count = blocks.order.count(block)
@@ -326,11 +328,13 @@ def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[st
     names = {block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")} for block in group}
     alike = set.intersection(*names.values())
     refused = {name: path for block in group for name in names[block] if (path := f"{block}/{name}") in reasons}
+    trained = {name: {f"{block}/{name}" in sync.resolved.placements for block in group} for name in alike}
+    why = {name: "that of another block is not trained" for name in alike if len(trained[name]) > 1}
     return {
-        path: f"{ANOTHER}{refused[name]}" if name in refused else "that of another block is not sharded over workers"
+        path: f"{ANOTHER}{refused[name]}" if name in refused else why.get(name, "that of another block is not sharded over workers")
         for block in group
         for name in names[block]
-        if (path := f"{block}/{name}") not in reasons and (name in refused or name not in alike)
+        if (path := f"{block}/{name}") not in reasons and (name in refused or name not in alike or name in why)
     }
 
 
