@@ -76,7 +76,7 @@ def merge_adapters(module: nnx.Module) -> nnx.Module:
       >>> type(merge_adapters(layer)).__name__, list(nnx.state(merge_adapters(layer)))
       ('Linear', ['bias', 'kernel'])
     """
-    merged = nnx.merge(*nnx.split(module))
+    merged = nnx.clone(module)
     layers: list[Any] = [sub for _, sub in nnx.iter_modules(merged) if _has_adapter(sub)]
     for layer in layers:
         kernel, a, b = (getattr(layer, name).get_value() for name in ("kernel", *NAMES))

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import spmd
 from spmd.layout.trained import Adapter
 from spmd.models.base import Call
-from spmd.models.lora import add_adapters, adapter_paths, merge_adapters
+from spmd.models.lora import adapter_paths, add_adapters, merge_adapters
 from spmd.models.wrap import wrap
 from spmd.nn import LayerStack
 
@@ -152,7 +152,7 @@ def test_product_of_the_layer_is_used(x):
 
 
 def test_merged_module_equals_its_adapters(x):
-    model = adapted(Adapter("**/{up,down}", rank=4, dropout=0.5), Adapter("head", rank=2))
+    model = adapted(Adapter("**/{up,down}", rank=4, alpha=4.0, dropout=0.5), Adapter("head", rank=2, alpha=2.0))
     model.eval()
     before = params(model)
     merged = merge_adapters(model)
@@ -183,6 +183,7 @@ def loss(model, batch):
     return jnp.square(model(batch["x"]) - batch["y"]).mean(axis=1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "layout"), [("data=8", "fsdp"), ("data=2,model=4", "tensor_parallel"), ("data=4,stage=2", "pipeline")])
 def test_layouts_equal_one_device(mesh, layout):
     """All parameters are trained, with dropout: gradients, masks and shards of adapters as those of one device."""
@@ -190,20 +191,21 @@ def test_layouts_equal_one_device(mesh, layout):
     batch = {"x": rng.normal(size=(16, WIDTH)).astype("float32"), "y": rng.normal(size=(16, 8)).astype("float32")}
 
     def train(mesh, layout):
-        model = adapted(Adapter("**/{up,down}", rank=4, dropout=0.3))
-        trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
+        model = adapted(Adapter("**/{up,down}", rank=4, alpha=4.0, dropout=0.3))
+        trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.03), mesh=mesh, layout=layout)
         state = trainer.init()
         for _ in range(2):
             state, metrics = trainer.step(state, batch)
         return metrics["loss"], spmd.tree.flatten(state.params)
 
-    (theirs, expected), (ours, found) = train("data=1", "data_parallel"), train(mesh, layout)
+    (theirs, expected), (ours, found) = train(spmd.make_mesh("data=1", devices=jax.devices()[:1]), "data_parallel"), train(mesh, layout)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     moved = params(adapted(Adapter("**/{up,down}", rank=4)))
+    assert np.isfinite(theirs)
     for path, leaf in found.items():
-        np.testing.assert_allclose(leaf, expected[path], rtol=1e-5, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(leaf, expected[path], rtol=1e-4, atol=1e-6, err_msg=path)
         if "lora" in path:
-            assert np.abs(leaf - moved[path]).max() > 1e-4, "it was trained"
+            assert np.abs(np.asarray(leaf) - moved[path]).max() > 1e-3, "it was trained"
     assert any("lora" in path and not leaf.sharding.is_fully_replicated for path, leaf in found.items())
 
 
@@ -212,7 +214,9 @@ def test_bound_model_keeps_its_adapters(x):
     model = adapted(Adapter("**/up", rank=4))
     built = wrap(model)
     policy = jax.checkpoint_policies.nothing_saveable
-    call = Call(training=True, dtype=jnp.float32, remat=(("stack/layers/up", policy),), output_hook=lambda path: (lambda y: y + 1) if path else None)
+    call = Call(
+        training=True, dtype=jnp.float32, remat=(("stack/layers/up", policy),), output_hook=lambda path: (lambda y: y + 1) if path else None
+    )
     bound = built.bind(built.concrete, call)
     assert list(adapter_paths(bound)) == ["stack/layers/up"]
     layer = model.stack.layer(0)
