@@ -14,6 +14,8 @@ from spmd.models.base import Call
 from spmd.models.lora import adapter_paths, add_adapters, merge_adapters
 from spmd.models.wrap import wrap
 from spmd.nn import LayerStack
+from spmd.pretrained.decoder import Decoder
+from spmd.pretrained.decoder_config import DecoderConfig
 
 WIDTH, MLP, LAYERS = 16, 32, 4
 
@@ -252,3 +254,30 @@ def test_adapters_are_not_added_twice(golden):
     with pytest.raises(spmd.errors.LayoutError) as raised:
         add_adapters(model, [Adapter("{head,**/up}", rank=2)], nnx.Rngs(0))
     golden("adapters_of_the_model", str(raised.value))
+
+
+def test_layer_that_is_not_called(golden):
+    """Its kernel is used without the adapter, whose gradients would be zero; in a step, that is an error."""
+    batch = {"x": np.ones((8, WIDTH), np.float32), "y": np.ones((8, 8), np.float32)}
+
+    def loss_of_kernel(model, batch):
+        return jnp.square(model.stack(batch["x"]) @ model.head.kernel[...] - batch["y"]).mean(axis=1)
+
+    def train(loss):
+        model = adapted(Adapter("{head,**/up}", rank=2))
+        spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1), mesh="data=8").prepare(batch)
+
+    train(loss)
+    with pytest.raises(spmd.errors.ModelError) as raised:
+        train(loss_of_kernel)
+    golden("adapters_of_a_layer_that_is_not_called", str(raised.value))
+
+
+def test_head_of_a_decoder_with_adapters(golden):
+    """`output_head` gives the kernel, to which adapters do not belong."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Decoder(DecoderConfig.from_config({"model_type": "llama", **sizes}), rngs=nnx.Rngs(0))
+    add_adapters(model, [Adapter("head", rank=2)], nnx.Rngs(0))
+    with pytest.raises(spmd.errors.ModelError) as raised:
+        model.output_head()
+    golden("adapters_of_a_decoders_head", str(raised.value))
