@@ -157,26 +157,33 @@ def _no_match(pattern: str, modules: dict[str, Any], layers: list[str]) -> tuple
 def _adapt(layer: Any, adapter: "Adapter", rngs: nnx.Rngs) -> None:
     """Give a layer an adapter."""
     kernel, metadata = layer.kernel.get_value(), layer.kernel.get_metadata()
-    *stack, inputs, outputs = kernel.shape
-    dtype = kernel.dtype if kernel.dtype.itemsize > 2 else jnp.dtype(jnp.float32)
-    bound, key = inputs**-0.5, rngs.params()
-    draw = functools.partial(jax.random.uniform, shape=(*stack, inputs, adapter.rank), dtype=dtype, minval=-bound, maxval=bound)
-    zeros = functools.partial(jnp.zeros, (*stack, adapter.rank, outputs), dtype)
-    layer.lora_a = _param(jax.jit(draw, out_shardings=_sharding(kernel, without=-1))(key), metadata, without=-1)
-    layer.lora_b = _param(jax.jit(zeros, out_shardings=_sharding(kernel, without=-2))(), metadata, without=-2)
+    (first, second), bound, key = adapter_shapes(kernel, adapter.rank), kernel.shape[-2] ** -0.5, rngs.params()
+    draw = functools.partial(jax.random.uniform, shape=first.shape, dtype=first.dtype, minval=-bound, maxval=bound)
+    zeros = functools.partial(jnp.zeros, second.shape, second.dtype)
+    layer.lora_a = _param(jax.jit(draw, out_shardings=first.sharding)(key), metadata, without=-1)
+    layer.lora_b = _param(jax.jit(zeros, out_shardings=second.sharding)(), metadata, without=-2)
     layer.adapter = adapter
     layer.lora_dropout = nnx.data(None)
     if adapter.dropout:
         layer.lora_dropout = nnx.Dropout(adapter.dropout)
-        layer.lora_dropout.rngs = rngs.dropout.split(tuple(stack)) if stack else rngs.dropout.fork()
+        layer.lora_dropout.rngs = rngs.dropout.split(kernel.shape[:-2]) if kernel.ndim > 2 else rngs.dropout.fork()
     layer.__class__ = _adapted(type(layer))
+
+
+def adapter_shapes(kernel: Any, rank: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of `lora_a` and `lora_b` for a kernel [..., in, out]."""
+    *stack, inputs, outputs = kernel.shape
+    dtype = kernel.dtype if kernel.dtype.itemsize > 2 else jnp.dtype(jnp.float32)
+    a = jax.ShapeDtypeStruct((*stack, inputs, rank), dtype, sharding=_sharding(kernel, without=-1))
+    return a, jax.ShapeDtypeStruct((*stack, rank, outputs), dtype, sharding=_sharding(kernel, without=-2))
 
 
 def _param(value: jax.Array, kernel: dict[str, Any], without: int) -> nnx.Param:
     """A parameter with the kernel's metadata, but for the name of the dim that is the adapter's rank instead."""
-    names = kernel.get("out_sharding")
-    metadata: dict[str, Any] = {"eager_sharding": False} | ({STACKED: kernel[STACKED]} if STACKED in kernel else {})
-    return nnx.Param(value, **metadata | ({"out_sharding": _blank(names, without)} if names else {}))
+    param, names = nnx.Param(value, eager_sharding=False), kernel.get("out_sharding")
+    param.set_metadata("out_sharding", _blank(names, without)) if names else None
+    param.set_metadata(STACKED, kernel[STACKED]) if STACKED in kernel else None
+    return param
 
 
 def _blank(entries: Sequence[Any], dim: int) -> tuple[Any, ...]:
