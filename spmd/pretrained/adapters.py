@@ -20,7 +20,7 @@ from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import OptionError, PretrainedError, Problem, closest, join_names, printable, raise_problems, short_repr
 from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_paths, adapter_shapes, add_adapters
-from spmd.pretrained.folders import module_of, origin_of, read_config, show_progress
+from spmd.pretrained.folders import ORIGIN, Origin, module_of, origin_of, read_config, show_progress
 from spmd.pretrained.links import Link, solve
 from spmd.pretrained.match_tensors import Place, also_text, places_of, without_layer
 from spmd.pretrained.name_map import TRANSPOSE, Dims, NameMap, TensorRule, compiled, fill
@@ -46,6 +46,7 @@ MERGE = "adapters that peft has merged into the weights, in a folder for spmd.pr
 class FileModule:
     """A layer of the model, or one of a stack's (`slot`), that is a module of the files; why it can have no adapter there, or ""."""
 
+    name: str
     layer: str
     slot: int | None
     transposed: bool
@@ -83,7 +84,7 @@ def load_adapters(
     names, display = _map_of(module, name_map), show_progress(progress)
 
     def read() -> tuple[list[Adapter], dict[str, jax.Array]]:
-        config = _Config(read_config(path, CONFIG, "the folder that PEFT wrote."))
+        config = _Config(read_config(path, CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
         tensors = open_files(path, STEM).tensors
         raise_problems(PretrainedError, f"{path / CONFIG} asks for what is not supported", config.problems())
         reader = _Reader(module, names, config, tensors)
@@ -137,10 +138,9 @@ def save_adapters(
     if not adapters:
         raise OptionError("save_adapters: the model has no adapters.", fix="spmd.pretrained.save, for its weights.")
     by_name = _map_of(module, name_map)
-    modules = modules_of(by_name, module)
-    chosen = {name: found for name, found in modules.items() if found.layer in adapters}
-    problems = [Problem(name, [found.refused], path=found.layer) for name, found in chosen.items() if found.refused]
-    known = {found.layer for found in chosen.values()}
+    chosen = [found for found in modules_of(by_name, module) if found.layer in adapters]
+    problems = [Problem(found.name, [found.refused], path=found.layer) for found in chosen if found.refused]
+    known = {found.layer for found in chosen}
     problems += [Problem(path, ["the name map maps its kernel to no tensor."], path=path) for path in adapters if path not in known]
     if len({adapter.dropout for adapter in adapters.values()}) > 1:
         shown = "; ".join(f"{path} {adapter.dropout}" for path, adapter in adapters.items())
@@ -149,17 +149,18 @@ def save_adapters(
     raise_problems(PretrainedError, f"adapters cannot be written in PEFT's format; {fix}", _once(problems))
     arrays = {f"{path}/{matrix}": getattr(layers[path], matrix).get_value() for path in adapters for matrix in NAMES}
     links = []
-    for name, found in chosen.items():
+    for found in chosen:
         for matrix, suffix in MATRICES.items():
             leaf = arrays[f"{found.layer}/{matrix}"]
             shape = leaf.shape[:-3:-1]
             size = shape[0] * shape[1] * leaf.dtype.itemsize
-            tensor = Tensor(f"{PREFIX}{name}.{suffix}", target / f"{STEM}.safetensors", np.dtype(leaf.dtype), shape, 0, size)
+            tensor = Tensor(f"{PREFIX}{found.name}.{suffix}", target / f"{STEM}.safetensors", np.dtype(leaf.dtype), shape, 0, size)
             links.append(_link(tensor, found, matrix))
-    where = base_model if base_model is not None else str(origin_of(module).files.where) if name_map is None else None
-    others = {names[0].removesuffix(".weight") for _, _, names in _mapped(by_name, module)} - chosen.keys()
-    config = _make_config({name: adapters[found.layer] for name, found in chosen.items()}, others)
-    config |= {"base_model_name_or_path": where, "fan_in_fan_out": not all(found.transposed for found in chosen.values())}
+    origin = getattr(module, ORIGIN, None)
+    where = base_model if base_model is not None or not isinstance(origin, Origin) else str(origin.files.where)
+    others = {names[0].removesuffix(".weight") for _, _, names in _mapped(by_name, module)} - {found.name for found in chosen}
+    config = _make_config({found.name: adapters[found.layer] for found in chosen}, others)
+    config |= {"base_model_name_or_path": where, "fan_in_fan_out": not all(found.transposed for found in chosen)}
     display = show_progress(progress)
     try:
         write_folder(
@@ -179,7 +180,12 @@ def save_adapters(
 
 
 def _map_of(module: nnx.Module, name_map: Any) -> NameMap:
-    return origin_of(module).name_map if name_map is None else NameMap.load(name_map)
+    if name_map is not None:
+        return NameMap.load(name_map)
+    if not isinstance(getattr(module, ORIGIN, None), Origin):
+        why = "this model was not loaded by spmd.pretrained.load, so the names that its layers have in files are not known."
+        raise PretrainedError(why, fix="name_map=, the map of its weights.")
+    return origin_of(module).name_map
 
 
 def _linears(module: nnx.Module) -> dict[str, Any]:
@@ -210,14 +216,14 @@ def _mapped(name_map: NameMap, module: nnx.Module) -> Iterator[tuple[TensorRule,
                     yield rule, place, [fill(file, hit.groupdict()) for file in rule.file]
 
 
-def modules_of(name_map: NameMap, module: nnx.Module) -> dict[str, FileModule]:
-    """The `nnx.Linear` layers of a model by the names of the files' modules, each layer of a stack by a name of its own."""
-    layers, modules = _linears(module), dict[str, FileModule]()
+def modules_of(name_map: NameMap, module: nnx.Module) -> list[FileModule]:
+    """The `nnx.Linear` layers of a model, each layer of a stack, as modules of the files; several may be one of these."""
+    layers, modules = _linears(module), list[FileModule]()
     for rule, place, names in _mapped(name_map, module):
         layer, _, leaf = place.path.rpartition("/")
         if leaf == "kernel" and layer in layers:
-            found = FileModule(layer, place.slot, rule.dims == TRANSPOSE, _refusal(rule, names))
-            modules.setdefault(names[0].removesuffix(".weight"), found)
+            name = names[0].removesuffix(".weight")
+            modules.append(FileModule(name, layer, place.slot, rule.dims == TRANSPOSE, _refusal(rule, names)))
     return modules
 
 
@@ -236,8 +242,8 @@ def _once(problems: list[Problem]) -> list[Problem]:
     """Problems that differ in the number of a layer only, together."""
     groups: dict[tuple, list[Problem]] = {}
     for problem in problems:
-        groups.setdefault((*map(without_layer, (problem.where, *problem.why)), problem.fix), []).append(problem)
-    return [dataclasses.replace(each[0], also=also_text([problem.where for problem in each])) for each in groups.values()]
+        groups.setdefault(tuple(map(without_layer, (problem.where, *problem.why, problem.fix))), []).append(problem)
+    return [dataclasses.replace(each[0], also=also_text(list(dict.fromkeys(p.where for p in each)))) for each in groups.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +305,8 @@ class _Reader:
     """What the tensors of a file are in a model: links, the arrays that they fill, adapters, and problems."""
 
     def __init__(self, module: nnx.Module, name_map: NameMap, config: _Config, tensors: Mapping[str, Tensor]):
-        self._layers, self._modules, self._config = _linears(module), modules_of(name_map, module), config
+        self._layers, self._config = _linears(module), config
+        self._modules = {found.name: found for found in modules_of(name_map, module)}
         self._found: list[Problem] = []
         self.links: list[Link] = []
         self.targets: dict[str, jax.ShapeDtypeStruct] = {}
@@ -324,7 +331,7 @@ class _Reader:
             elif self._fits(name, found, parts):
                 slots[found.layer][found.slot or 0] = config.adapter(found.layer, name)
         for layer, adapters in slots.items():
-            self._check_stack(layer, adapters)
+            self._check_stack(layer, adapters, by_module)
         self.adapters = [next(iter(adapters.values())) for adapters in slots.values()]
         if not tensors:
             self._problem(f"{STEM}.safetensors", "it holds no tensor.")
@@ -362,10 +369,10 @@ class _Reader:
                 self.targets[f"{module.layer}/kernel"] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype, sharding=kernel.sharding)
         return not wrong
 
-    def _check_stack(self, layer: str, adapters: dict[int, Adapter]) -> None:
+    def _check_stack(self, layer: str, adapters: dict[int, Adapter], in_file: Collection[str]) -> None:
         """All layers of a stack have an adapter, and of one kind."""
         names = {module.slot or 0: name for name, module in self._modules.items() if module.layer == layer}
-        if missing := [name for slot, name in sorted(names.items()) if slot not in adapters]:
+        if missing := [name for slot, name in sorted(names.items()) if slot not in adapters and name not in in_file]:
             self._problem(missing[0], f"it has no adapter, which other layers of {layer} have, and all are in one stack.", MERGE)
         first = min(adapters)
         for slot, adapter in sorted(adapters.items()):
@@ -420,4 +427,4 @@ def _ends(chosen: Iterable[str], others: Collection[str]) -> list[str]:
         begins = range(len(parts) - 1, 0, -1) if not parts[-1].isdigit() else ()
         shorter = (".".join(parts[at:]) for at in begins if not parts[at].isdigit())
         ends[next((end for end in shorter if not any(f".{other}".endswith(f".{end}") for other in others)), name)] = None
-    return list(ends)
+    return sorted(ends)
