@@ -188,7 +188,7 @@ def loss(model, batch):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "layout"), [("data=8", "fsdp"), ("data=2,model=4", "tensor_parallel"), ("data=4,stage=2", "pipeline")])
 def test_layouts_equal_one_device(mesh, layout):
-    """All parameters are trained, with dropout: gradients, masks and shards of adapters as those of one device."""
+    """With dropout: gradients and masks of adapters as those of one device, and shards of them."""
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(16, WIDTH)).astype("float32"), "y": rng.normal(size=(16, 8)).astype("float32")}
 

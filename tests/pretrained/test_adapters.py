@@ -3,6 +3,7 @@
 What `peft` computes is in fixtures/adapters/*/expected.npz, with the script that made it.
 """
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -13,15 +14,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_families import FIXTURES, all_at_once, as_array, bytes_of, expected
+from test_families import FIXTURES, all_at_once, as_array, batch_of, bytes_of, expected
 from weight_models import Listed, Stacked, make_tensors, name_map
 
+import spmd
 from spmd.errors import SpmdError
 from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.pretrained.adapters import load_adapters, modules_of, save_adapters
 from spmd.pretrained.folders import load, save
 from spmd.pretrained.safetensors_files import open_files, write_file
+from spmd.tree import flatten
 
 ADAPTERS = FIXTURES / "adapters"
 BASES = {"llama": "llama", "llama_patterns": "llama", "gpt2": "gpt2"}  # the model of each folder of adapters
@@ -162,6 +165,55 @@ def test_training_equals_peft():
         losses.append(loss)
     np.testing.assert_allclose(losses, values["losses"], rtol=1e-4)
     assert losses[-1] < losses[0] - 1 and len(losses) == 20
+
+
+def losses_of_steps(model, batches, mesh, layout):
+    """The loss of each step of AdamW, and the state after them; rows twice, for 8 devices."""
+
+    def loss(model, batch):
+        logits = model(batch["tokens"])[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean(axis=1)
+
+    trainer = spmd.Trainer(model, loss=loss, optimizer=optax.adamw(3e-3, weight_decay=0.01), mesh=mesh, layout=layout)
+    state, losses = trainer.init(), []
+    for tokens in batches:
+        state, metrics = trainer.step(state, {"tokens": np.tile(tokens, (2, 1))})
+        losses.append(metrics["loss"])
+    return losses, state
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [("data=8", "fsdp"), ("data=4,model=2", "fsdp_tensor_parallel"), ("data=4,stage=2", "pipeline")]
+)
+def test_sharded_training_equals_peft(mesh, layout):
+    """The same 20 steps under a layout; nothing but adapters has a state of the optimizer."""
+    values, model = of_peft("llama"), with_adapters("llama", mesh=mesh, layout=layout)
+    losses, state = losses_of_steps(model, values["batches"], mesh, layout)
+    np.testing.assert_allclose(losses, values["losses"], rtol=1e-4)
+    trained = {path for path, _ in flatten(state.params).items()}
+    assert len(trained) == 6 and {path.rpartition("/")[2] for path in trained} == set(NAMES)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt)) < 2.1 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def test_adapters_of_a_layout_are_saved(tmp_path):
+    """From a layout's [[adapters]] to a folder for PEFT, and to one without adapters."""
+    adapters = (Adapter("**/{query,value}", rank=2), Adapter("**/down", rank=3, alpha=3.0))
+    layout = dataclasses.replace(spmd.Layout.load("fsdp"), adapters=adapters)
+    tokens = expected("llama")["tokens"]
+    batch = batch_of("llama", copies=4)
+    model = load(FIXTURES / "llama", mesh="data=8", layout=layout)
+    options = {"optimizer": optax.adam(1e-2), "mesh": "data=8", "layout": layout, "batch_size": 16, "steps": 2, "progress": False}
+    result = spmd.fit(model, batch, loss=spmd.losses.next_token, **options)
+    save_adapters(result, tmp_path / "adapters")
+    save(result, tmp_path / "merged", merged=True)
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    assert (config["r"], config["rank_pattern"], config["alpha_pattern"]) == (2, {"down_proj": 3}, {"down_proj": 3})
+    logits = np.asarray(all_at_once(result.model, tokens))
+    for other in (load_adapters(load(FIXTURES / "llama"), tmp_path / "adapters"), load(tmp_path / "merged")):
+        assert np.abs(all_at_once(other, tokens) - logits).max() < 1e-4
+    assert np.abs(all_at_once(load(FIXTURES / "llama"), tokens) - logits).max() > 0.1
 
 
 def copy_of(name, tmp_path, change=None, **config):
