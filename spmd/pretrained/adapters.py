@@ -6,6 +6,7 @@ Which module of the files a layer is, the name map of its weights says. Both fil
 import collections
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -59,7 +60,7 @@ def load_adapters(
     """Give a model the adapters of a folder that PEFT or `save_adapters` wrote, in place. All processes call this.
 
     `lora_a` and `lora_b` of each layer lie as its kernel does, are in its dtype, or in float32 if that has fewer bits, and are trained by
-    `fit` as adapters of the layout are.
+    `fit` as adapters of the layout are. Their dropout is off in calls of the model, until `model.train()` or `fit`.
 
     Args:
       model: a module of `spmd.pretrained.load` without adapters.
@@ -102,6 +103,8 @@ def load_adapters(
     for name, value in values.items():
         layer, _, leaf = name.rpartition("/")
         getattr(layers[layer], leaf).set_value(value)
+        if layers[layer].lora_dropout is not None:
+            layers[layer].lora_dropout.eval()
     return module
 
 
@@ -142,9 +145,6 @@ def save_adapters(
     problems = [Problem(found.name, [found.refused], path=found.layer) for found in chosen if found.refused]
     known = {found.layer for found in chosen}
     problems += [Problem(path, ["the name map maps its kernel to no tensor."], path=path) for path in adapters if path not in known]
-    if len({adapter.dropout for adapter in adapters.values()}) > 1:
-        shown = "; ".join(f"{path} {adapter.dropout}" for path, adapter in adapters.items())
-        problems.append(Problem("dropout", [f"adapters differ in it, and adapter_config.json holds one: {shown}."]))
     fix = "save(merged=True) writes the model with all adapters merged into its weights."
     raise_problems(PretrainedError, f"adapters cannot be written in PEFT's format; {fix}", _once(problems))
     arrays = {f"{path}/{matrix}": getattr(layers[path], matrix).get_value() for path in adapters for matrix in NAMES}
@@ -390,8 +390,7 @@ class _Reader:
 
 def _make_config(adapters: Mapping[str, Adapter], others: Collection[str]) -> dict[str, Any]:
     """What PEFT must know of the adapters of these modules, and of the model's other modules, which have none."""
-    every = list(adapters.values())
-    rslora = all(adapter.rslora for adapter in every)
+    rslora = all(adapter.rslora for adapter in adapters.values())
 
     def alpha(adapter: Adapter) -> float:
         value = adapter.alpha if adapter.rslora == rslora else adapter.scale * adapter.rank
@@ -407,11 +406,15 @@ def _make_config(adapters: Mapping[str, Adapter], others: Collection[str]) -> di
         return most, table
 
     rank, ranks = common({name: adapter.rank for name, adapter in adapters.items()})
+    dropout, dropouts = common({name: adapter.dropout for name, adapter in adapters.items()})
+    if dropouts:
+        shown = ", ".join(f"{end} {value}" for end, value in dropouts.items())
+        logging.getLogger("spmd").warning("%s holds one dropout, %s: that of %s is lost.", CONFIG, dropout, shown)
     most_alpha, alphas = common({name: alpha(adapter) for name, adapter in adapters.items()})
     return {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True},
         **{"r": rank, "rank_pattern": ranks, "lora_alpha": most_alpha, "alpha_pattern": alphas, "use_rslora": rslora},
-        **{"lora_dropout": every[0].dropout, "target_modules": _ends(adapters, others)},
+        **{"lora_dropout": dropout, "target_modules": _ends(adapters, others)},
     }
 
 
