@@ -115,6 +115,10 @@ class Model(abc.ABC):
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         """Refuse patterns that matched no submodule when the loss was traced."""
 
+    def check_adapters(self) -> None:
+        """Refuse adapters of layers that were not called when the loss was traced: their gradients are zero."""
+        return
+
     @abc.abstractmethod
     def rebuild(self, variables: Variables) -> Any:
         """The user's own kind of object, holding these arrays."""

@@ -9,11 +9,11 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from spmd.errors import ModelError
+from spmd.errors import ModelError, join_names
 from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, remat_policies, trace_abstractly
 from spmd.models.blocks import BlockCalls
 from spmd.models.frozen import is_quantized, quantized_product
-from spmd.models.lora import NAMES, add_adapters
+from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.models.nnx_blocks import call_block
 from spmd.models.quantized import dequantize
 from spmd.path_match import matches
@@ -40,6 +40,7 @@ class NnxModel(Model):
         self._impls: dict[str, Any] = {}
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
+        self._uncalled: set[str] = set()  # paths of layers with adapters that were not called yet
         self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
         self._given = concrete if passed is None else passed  # what the user has, which may be without adapters
         self._concrete = None if concrete is None else self._split(concrete)
@@ -138,6 +139,7 @@ class NnxModel(Model):
     def _split(self, module: nnx.Module) -> Variables:
         self._frozen = _frozen(module, given=self._given is not None)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        self._uncalled = set(adapter_paths(module))
         self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
         params, rngs, stats = map(nnx.to_pure_dict, (params, rngs, stats))
         self._impls = {path: jax.random.key_impl(leaf) for path, leaf in flatten(rngs).items() if _is_key(leaf)}
@@ -165,6 +167,8 @@ class NnxModel(Model):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
             if isinstance(sub, nnx.Linear | nnx.LinearGeneral):
                 sub.dot_general = call.products(path, sub.dot_general)
+        for path in self._uncalled:
+            modules[path].__class__ = _noted(type(modules[path]), functools.partial(self._uncalled.discard, path))
         callables = [path for path, sub in modules.items() if callable(sub)]
         matched: dict[str, list[str]] = {}  # patterns by path
         for pattern, _ in call.remat:
@@ -191,6 +195,13 @@ class NnxModel(Model):
             if pattern not in self._called:
                 why = f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.'
                 raise ModelError(why, fix="a pattern for the modules that are called.")
+
+    def check_adapters(self) -> None:
+        if self._uncalled:
+            why = (
+                f"adapters of {join_names(sorted(self._uncalled))}: the loss never calls these layers; it may multiply by a kernel itself."
+            )
+            raise ModelError(why, fix="adapters of other layers (except = in [[adapters]]), or a loss and a model that call these.")
 
     def get_stats(self, bound: nnx.Module) -> Tree:
         flat = dict(nnx.to_flat_state(nnx.state(bound)))
@@ -259,6 +270,16 @@ def _dequantizing(kind: type) -> type:
 
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _noted(kind: type, note: Callable[[], None]) -> type:
+    """A subclass of an nnx module whose call is noted."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note()
+        return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+
+    return _subclass(kind, "Noted", __call__)
 
 
 def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], None]) -> type:

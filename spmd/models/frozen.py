@@ -124,6 +124,10 @@ class FrozenModel(Model):
         """As of the model."""
         self._model.check_remat(patterns)
 
+    def check_adapters(self) -> None:
+        """As of the model."""
+        self._model.check_adapters()
+
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind; quantized parameters are arrays again, where their codes lie."""
         params = join(variables.params, jax.tree.map(_restored, variables.frozen, is_leaf=is_quantized))

@@ -76,9 +76,9 @@ def merge_adapters(module: nnx.Module) -> nnx.Module:
       >>> type(merge_adapters(layer)).__name__, list(nnx.state(merge_adapters(layer)))
       ('Linear', ['bias', 'kernel'])
     """
-    merged = nnx.merge(*nnx.split(module))
-    for path in adapter_paths(merged):
-        layer = functools.reduce(_member, path.split("/"), merged) if path else merged
+    merged = nnx.clone(module)
+    layers: list[Any] = [sub for _, sub in nnx.iter_modules(merged) if _has_adapter(sub)]
+    for layer in layers:
         kernel, a, b = (getattr(layer, name).get_value() for name in ("kernel", *NAMES))
         add = jax.jit(_merged_kernel, static_argnums=3, out_shardings=_sharding(kernel))
         layer.kernel.set_value(add(kernel, a, b, layer.adapter.scale))
@@ -92,12 +92,8 @@ def _has_adapter(module: Any) -> bool:
     return hasattr(type(module), "unadapted")
 
 
-def _member(parent: Any, name: str) -> Any:
-    return getattr(parent, name) if hasattr(parent, name) else parent[int(name)] if name.isdigit() else parent[name]
-
-
 def _merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    wide = jnp.promote_types(kernel.dtype, jnp.float32) if kernel.dtype == jnp.float64 else jnp.float32
+    wide = jnp.float64 if kernel.dtype == jnp.float64 else jnp.float32
     delta = jnp.matmul(a.astype(wide), b.astype(wide), precision="highest")
     return (kernel.astype(wide) + scale * delta).astype(kernel.dtype)
 
@@ -123,8 +119,8 @@ def _problems(adapters: "Sequence[Adapter]", number: int, modules: dict[str, Any
     for path in left:
         sizes = modules[path].in_features, modules[path].out_features
         if _has_adapter(modules[path]):
-            fix = "leave [[adapters]] out: the adapters of a model are trained."
-            yield Problem(where, [f"{path} has an adapter already, of the model."], fix, path=path, **at, kind="conflict")
+            fix = f'except = ["{path}"]; the adapters that a model has are trained.'
+            yield Problem(where, [f"{path} of the model has an adapter already."], fix, path=path, **at, kind="conflict")
         elif path in chosen:
             why = f"{path} has an adapter already, of {_name(adapters, chosen[path])}."
             yield Problem(where, [why], f'except = ["{path}"] in one of the two.', path=path, **at, kind="conflict")
@@ -161,26 +157,33 @@ def _no_match(pattern: str, modules: dict[str, Any], layers: list[str]) -> tuple
 def _adapt(layer: Any, adapter: "Adapter", rngs: nnx.Rngs) -> None:
     """Give a layer an adapter."""
     kernel, metadata = layer.kernel.get_value(), layer.kernel.get_metadata()
+    (first, second), bound, key = adapter_shapes(kernel, adapter.rank), kernel.shape[-2] ** -0.5, rngs.params()
+    draw = functools.partial(jax.random.uniform, shape=first.shape, dtype=first.dtype, minval=-bound, maxval=bound)
+    zeros = functools.partial(jnp.zeros, second.shape, second.dtype)
+    layer.lora_a = _param(jax.jit(draw, out_shardings=first.sharding)(key), metadata, without=-1)
+    layer.lora_b = _param(jax.jit(zeros, out_shardings=second.sharding)(), metadata, without=-2)
+    layer.adapter = adapter
+    layer.lora_dropout = nnx.data(None)
+    if adapter.dropout:
+        layer.lora_dropout = nnx.Dropout(adapter.dropout)
+        layer.lora_dropout.rngs = rngs.dropout.split(kernel.shape[:-2]) if kernel.ndim > 2 else rngs.dropout.fork()
+    layer.__class__ = _adapted(type(layer))
+
+
+def adapter_shapes(kernel: Any, rank: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of `lora_a` and `lora_b` for a kernel [..., in, out]."""
     *stack, inputs, outputs = kernel.shape
     dtype = kernel.dtype if kernel.dtype.itemsize > 2 else jnp.dtype(jnp.float32)
-    bound, key = inputs**-0.5, rngs.params()
-    draw = functools.partial(jax.random.uniform, shape=(*stack, inputs, adapter.rank), dtype=dtype, minval=-bound, maxval=bound)
-    zeros = functools.partial(jnp.zeros, (*stack, adapter.rank, outputs), dtype)
-    layer.lora_a = _param(jax.jit(draw, out_shardings=_sharding(kernel, without=-1))(key), metadata, without=-1)
-    layer.lora_b = _param(jax.jit(zeros, out_shardings=_sharding(kernel, without=-2))(), metadata, without=-2)
-    layer.adapter = adapter
-    layer.lora_dropout = None
-    if adapter.dropout:
-        layer.lora_dropout = dropout = nnx.Dropout(adapter.dropout)
-        dropout.rngs = rngs.dropout.split(tuple(stack)) if stack else rngs.dropout.fork()
-    layer.__class__ = _adapted(type(layer))
+    a = jax.ShapeDtypeStruct((*stack, inputs, rank), dtype, sharding=_sharding(kernel, without=-1))
+    return a, jax.ShapeDtypeStruct((*stack, rank, outputs), dtype, sharding=_sharding(kernel, without=-2))
 
 
 def _param(value: jax.Array, kernel: dict[str, Any], without: int) -> nnx.Param:
     """A parameter with the kernel's metadata, but for the name of the dim that is the adapter's rank instead."""
-    names = kernel.get("out_sharding")
-    metadata: dict[str, Any] = {"eager_sharding": False, **({STACKED: kernel[STACKED]} if STACKED in kernel else {})}
-    return nnx.Param(value, **metadata, **({"out_sharding": _blank(names, without)} if names else {}))
+    param, names = nnx.Param(value, eager_sharding=False), kernel.get("out_sharding")
+    param.set_metadata("out_sharding", _blank(names, without)) if names else None
+    param.set_metadata(STACKED, kernel[STACKED]) if STACKED in kernel else None
+    return param
 
 
 def _blank(entries: Sequence[Any], dim: int) -> tuple[Any, ...]:

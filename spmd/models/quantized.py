@@ -65,7 +65,7 @@ def block_problem(shape: tuple[int, ...], kind: str, block: int) -> tuple[str, s
     near = [
         f"{count}" for count in (max((n for n in known if n < block), default=0), min((n for n in known if n > block), default=0)) if count
     ]
-    fix = f"block = {' or '.join(near)}." if near else "an even number of rows, for two of them to share bytes."
+    fix = f"block = {' or '.join(near)}." if near else "int8, which takes an odd number of rows."
     if block % step:
         return f"blocks of {block} values; {kind} keeps two in a byte.", fix
     return f"dim -2 of {list(shape)} has {size} values: {size} / {block} leaves {size % block}.", fix
@@ -101,8 +101,8 @@ def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
         nearest = functools.reduce(jnp.add, [(scaled > middle).astype(jnp.uint8) for middle in middles])
         pairs = nearest.reshape(*leading, rows // 2, 2, out)
         codes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
-    finite = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
-    return Quantized(codes, finite[..., 0, :], kind, block, array.dtype)
+    finite = jnp.isfinite(values).all(axis=-2)  # XLA:CPU loses a NaN in a maximum over a middle dim
+    return Quantized(codes, jnp.where(finite, scales[..., 0, :], jnp.nan), kind, block, array.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: Any = None) -> jax.Array:

@@ -91,6 +91,10 @@ class StageOrderedModel(Model):
         """Those of the model."""
         self._model.check_remat(patterns)
 
+    def check_adapters(self) -> None:
+        """Those of the model."""
+        self._model.check_adapters()
+
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind, with layers in the network's order."""
         params, frozen = (jax.jit(self._order.unpack)(tree) for tree in (variables.params, variables.frozen))

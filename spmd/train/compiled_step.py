@@ -82,6 +82,7 @@ class Program:
             placed.given.check_workers()
         placed.model.check_remat(placed.resolved.layout.remat.patterns)
         check_remat(placed, self._jaxpr.jaxpr)
+        placed.model.check_adapters()
         placed.products.check(seen.modules, placed.resolved.layout.source)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
         inputs = [*flatten(params), *flatten(placed.abstract_state.frozen)]  # of the jaxpr, the first ones

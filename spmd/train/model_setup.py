@@ -228,7 +228,8 @@ class PlacedModel:
         if isinstance(self._as_passed, LinenModel) and self._sample is None:
             raise ModelError("a linen module shows its shapes only on data.", fix="trainer.init(batch), with a batch or its shapes.")
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return trace_abstractly(lambda k: self._adapted.init(k, self._run), "the model", key)
+        model = self._adapted  # adapters are arrays if the model has some: they are not made under this trace
+        return trace_abstractly(lambda k: model.init(k, self._run), "the model", key)
 
     @functools.cached_property
     def _own(self) -> Variables:
