@@ -12,6 +12,8 @@ from flax import nnx
 
 import spmd
 from spmd import Adapter, Train
+from spmd.errors import ModelError
+from spmd.models.flax_nnx import hand_over
 from spmd.models.lora import merge_adapters
 from spmd.models.quantized import dequantize, quantize
 from spmd.train.state import State
@@ -198,35 +200,46 @@ def test_given_module_stays_as_it_is():
     assert_equal(arrays(nnx.to_pure_dict(nnx.state(model))), before)
 
 
+def test_handed_over_weights_are_not_copied():
+    model = made()
+    on_mesh = jax.NamedSharding(ONE["mesh"], jax.P())
+    nnx.update(model, jax.device_put(nnx.state(model), on_mesh))
+    before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(nnx.state(model))}
+    hand_over(model)
+    state = trainer_of("one device", Train(), ADAPTERS, model=model).init()
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.frozen)} == before
+    with pytest.raises(ModelError, match="handed over"):
+        model(batch()["x"])
+
+
 def test_adapters_follow_the_seed():
     first, same, other = (trainer_of("one device", Train(), ADAPTERS, seed=seed).init().params for seed in (1, 1, 2))
     assert_equal(arrays(first), arrays(same))
     assert not np.array_equal(arrays(first)["stack/layers/lora_a"], arrays(other)["stack/layers/lora_a"])
 
 
-def collectives(program):
-    """Bytes of each collective's results, by kind, in a compiled program."""
-    sizes = {"f32": 4, "bf16": 2, "s8": 1, "u8": 1, "u16": 2, "s32": 4, "u32": 4}
-    found = {}
-    for kinds, name in re.findall(r"= (\(?[^=]*?\)?) (all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", program.as_text()):
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", kinds):
-            found[name] = found.get(name, 0) + sizes[dtype] * int(np.prod([int(dim) for dim in dims.split(",") if dim] or [1]))
-    return found
+def reduced_bytes(program):
+    """Bytes of the results of all collectives that reduce, in a compiled program."""
+    lines = re.findall(r"= (.*?) (?:all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", program.as_text())
+    arrays = [dims for line in lines for dims in re.findall(r"f32\[([\d,]*)\]", line)]
+    return 4 * sum(int(np.prod([int(dim) for dim in dims.split(",") if dim] or [1])) for dims in arrays)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp, gathered in full", "tensor parallel"])
 def test_only_trained_parameters_have_gradients_moments_and_bytes_on_the_wire(name):
     trainer = trainer_of(name, HEAD)
-    state = trainer.abstract_state
-    moments = {path for path, leaf in flatten(state.opt).items() if leaf.ndim}
-    assert {path.partition("/mu/")[2] or path.partition("/nu/")[2] for path in moments} == {"head/kernel", "head/bias"}
+    moments = [path for path, leaf in flatten(trainer.abstract_state.opt).items() if leaf.ndim]
+    assert len(moments) == 4 and all(path.rpartition("/")[0].endswith("/head") for path in moments)
     program, _ = trainer.prepare(batch())
-    sent = collectives(program.compile())
-    head = 4 * (WIDTH * 4 + 4)
-    # the gradients of the head, and sums of loss and rows
-    assert 0 < sum(size * (8 if kind == "reduce-scatter" else 1) for kind, size in sent.items()) <= head + 64
-    everything = collectives(trainer_of(name).prepare(batch())[0].compile())
-    assert sum(everything.values()) > 1.5 * sum(sent.values())
+    kernel, bias, metrics = 4 * WIDTH * 4, 4 * 4, 4 + 8
+    sent = {op.where.partition("/")[0]: 0 for op in trainer.wire.ops if op.kind != "all_gather"}
+    for op in trainer.wire.ops:
+        if op.kind != "all_gather":
+            sent[op.where.partition("/")[0]] += op.count * 4 * int(np.prod(op.shape))
+    assert sent == {"metrics": metrics, "reduce_gradients": kernel + bias}
+    if name != "tensor parallel":  # where activations are reduced, too
+        assert reduced_bytes(program.compile()) == kernel // 8 + bias + metrics
+        assert reduced_bytes(trainer_of(name).prepare(batch())[0].compile()) > 4 * (kernel // 8 + bias)
 
 
 def test_residuals_are_those_of_trained_parameters():
