@@ -156,7 +156,8 @@ class NnxModel(Model):
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
         for sub in modules.values():
-            if any(isinstance(leaf, nnx.Param) and is_quantized(leaf.get_value()) for leaf in vars(sub).values()):
+            if isinstance(sub, nnx.Linear) and is_quantized(sub.kernel.get_raw_value()):
+                sub.kernel.set_metadata(on_get_value=_values)  # of a kernel that the loss reads itself
                 sub.__class__ = _dequantizing(type(sub))
         for path in self._frozen:
             modules[path].use_running_average = True  # type: ignore[attr-defined]
@@ -237,6 +238,11 @@ def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
     return () if evaluating else tuple(path for path, kept in averages.items() if kept is True)
 
 
+def _values(variable: Any, value: Any) -> Any:
+    del variable
+    return dequantize(value) if is_quantized(value) else value
+
+
 @functools.lru_cache(maxsize=256)
 def _dequantizing(kind: type) -> type:
     """A subclass of a kind of `nnx.Linear` with a quantized kernel, whose values exist only while its product is computed.
@@ -246,7 +252,7 @@ def _dequantizing(kind: type) -> type:
 
     def __call__(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> Any:
         kernel, given = vars(self)["kernel"], vars(self)["dot_general"]
-        quantized, bias = kernel.get_value(), vars(self).get("bias")
+        quantized, bias = kernel.get_raw_value(), vars(self).get("bias")
         like = jax.ShapeDtypeStruct(quantized.shape, quantized.dtype)
         promoted = jax.eval_shape(
             lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype), inputs, like, *([] if bias is None else [bias.get_value()])

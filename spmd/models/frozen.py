@@ -93,7 +93,7 @@ class FrozenModel(Model):
     def stacks(self) -> dict[str, int]:
         """Those of the model; of quantized parameters those of codes and scales."""
         stacks = self._model.stacks()
-        parts = {f"{path}/{part}": stacks[path] for path in self._frozen.lower & stacks.keys() for part in ("codes", "scales")}
+        parts = {f"{path}/{part}": stacks[path] for path in stacks if path in self._frozen.lower for part in ("codes", "scales")}
         return stacks | (parts if self._frozen.kept in KINDS else {})
 
     def kernels(self) -> frozenset[str]:

@@ -43,6 +43,10 @@ class Quantized:
     block: int
     dtype: Any
 
+    def __getitem__(self, index: Any) -> jax.Array:
+        """Of the values, as of an array."""
+        return dequantize(self)[index]
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array."""

@@ -252,7 +252,8 @@ class Layers:
             for path, variable in nnx.to_flat_state(parts[0])
             if PATH in variable.get_metadata()
         }
-        params, keys, self.kept = (nnx.to_pure_dict(part) for part in parts)
+        params = nnx.to_pure_dict(parts[0], lambda variable: variable.get_raw_value())  # codes of quantized ones, not their values
+        keys, self.kept = (nnx.to_pure_dict(part) for part in parts[1:])
         parts_of_owners = ((name, name if name in owners else name.rpartition("/")[0]) for name in flatten(params))  # codes and scales
         self.paths = {name: owners[owner] + name.removeprefix(owner) for name, owner in parts_of_owners if owner in owners}
         self.params = jax.tree.map(lambda x: checkpoint_name(x, LAYER_PARAMS), params)

@@ -251,7 +251,10 @@ class PlacedModel:
     @functools.cached_property
     def _fitted(self) -> Resolved:
         params, mesh = flatten(self._traced.params), MeshSpec.parse(self.mesh)
-        layout, kept = without_axes(self._layout, unused_axes(self._layout, mesh)), {path: {} for path in self.frozen.paths}
+        layout, kept = (
+            without_axes(self._layout, unused_axes(self._layout, mesh)),
+            {path: {} for path in params if path in self.frozen.paths},
+        )
         for path, leaf in flatten(self._own.frozen).items():  # of a quantized parameter codes and scales, a level below its path
             kept[path if path in kept else path.rpartition("/")[0]][path] = leaf
         return fit_layout(layout, params, self._names, mesh, self._adapted.stacks(), kept)

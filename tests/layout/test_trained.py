@@ -12,6 +12,7 @@ from spmd.errors import LayoutError, ModelError, OptionError
 from spmd.layout.toml_reader import dumps, loads
 
 X = np.zeros((8, 16), np.float32)
+ALL = Train()
 
 
 class Net(nnx.Module):
@@ -30,7 +31,7 @@ class LinenNet(linen.Module):
         return linen.Dense(4, name="head")(linen.Dense(16, name="body")(x))
 
 
-def trainer_of(train=Train(), adapters=(), model=lambda: Net(), mesh="data=8", **layout):
+def trainer_of(train=ALL, adapters=(), model=lambda: Net(), mesh="data=8", **layout):
     layout = spmd.Layout(train=train, adapters=adapters, source="mine.toml", **layout)
     return spmd.Trainer(model, loss=lambda model, batch: model(batch).mean(-1), optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
 

@@ -22,7 +22,7 @@ from spmd.tree import flatten
 WIDTH, LAYERS = 16, 4
 NAMED = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
 ADAPTERS = (Adapter("{stack,blocks}/**", rank=2, alpha=4.0),)
-HEAD = Train(include="head/**")
+ALL, HEAD = Train(), Train(include="head/**")
 ONE = {"mesh": spmd.make_mesh("data=1", devices=jax.devices()[:1]), "layout": spmd.Layout()}
 AXES = (("embed", None), ("mlp", "model"))
 ALL_REDUCE = spmd.Gradients("all_reduce")
@@ -82,7 +82,7 @@ def made(**options):
         return Net(**options)
 
 
-def trainer_of(name, train=Train(), adapters=(), model=None, optimizer=None, **options):
+def trainer_of(name, train=ALL, adapters=(), model=None, optimizer=None, **options):
     chosen = LAYOUTS[name]
     layout = dataclasses.replace(chosen["layout"], train=train, adapters=adapters)
     model, optimizer = model or (lambda: Net()), optimizer or optax.adam(1e-2)
@@ -287,3 +287,14 @@ def test_accumulation_and_precision(options):
     if "precision" in options:
         dtypes = {path: leaf.dtype.name for path, leaf in flatten(state.frozen).items()}
         assert dtypes["stack/layers/kernel"] == "bfloat16" and dtypes["stack/layers/bias"] == dtypes["head/bias"] == "float32"
+
+
+def test_loss_may_read_a_quantized_kernel_itself():
+    def by_hand(model, batch):
+        x = model.stack(jnp.tanh(model.first(batch["x"])))
+        return jnp.mean((x @ model.head.kernel[...] + model.head.bias - batch["y"]) ** 2, -1)
+
+    layout = dataclasses.replace(fsdp(), train=Train(frozen="int8", block=4), adapters=ADAPTERS)
+    how = {"optimizer": optax.adam(1e-2), "mesh": "data=8", "layout": layout}
+    (_, ours), (_, theirs) = (train(spmd.Trainer(lambda: Net(), loss=one, **how)) for one in (by_hand, loss))
+    assert ours == pytest.approx(theirs, abs=1e-6)
