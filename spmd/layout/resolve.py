@@ -201,7 +201,7 @@ def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh
 
 
 def keep_frozen(resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]) -> Resolved:
-    """`resolved` with the placements of parameters that are not trained apart.
+    """`resolved` with the placements of parameters that are not trained as `frozen`.
 
     Args:
       frozen: by path of the parameter, the arrays in which it is kept, by their paths.

@@ -1,4 +1,4 @@
-"""A model of which some parameters are not trained: they are kept apart, in fewer bits if asked for, and joined in calls of the model."""
+"""A model of which some parameters are not trained: they have a tree of their own, in fewer bits if asked for."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def is_quantized(leaf: Any) -> bool:
 
 
 class FrozenModel(Model):
-    """`model` with the parameters in `frozen` apart, as `Variables.frozen`."""
+    """`model` with the parameters that are not trained as `Variables.frozen`."""
 
     def __init__(self, model: Model, frozen: Frozen):
         self._model, self._frozen = model, frozen

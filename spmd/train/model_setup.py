@@ -145,7 +145,7 @@ class PlacedModel:
 
     @functools.cached_property
     def given(self) -> Model:
-        """The model with its adapters, whose parameters are packed in no way; those that are not trained are apart."""
+        """The model with its adapters, whose parameters are packed in no way; those that are not trained have a tree of their own."""
         return FrozenModel(self._adapted, self.frozen) if self.frozen.paths else self._adapted
 
     @functools.cached_property
