@@ -21,6 +21,7 @@ _NAMES = {
     "spmd.layout.compiler": ("Compiler",),
     "spmd.layout.model_parallel": ("Experts", "Pipeline", "Sequence"),
     "spmd.layout.precision": ("Precision",),
+    "spmd.layout.trained": ("Adapter", "Train"),
     "spmd.layout.remat": ("Remat",),
     "spmd.layout.schema": ("Attention", "Default", "Layout", "Memory", "OptimizerState", "Rule"),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
@@ -79,6 +80,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
         OptimizerState as OptimizerState,
         Rule as Rule,
     )
+    from spmd.layout.trained import Adapter as Adapter, Train as Train
     from spmd.mesh import MeshSpec as MeshSpec, make_mesh as make_mesh, simulate_devices as simulate_devices
     from spmd.models.functional import FunctionalModel as FunctionalModel
     from spmd.planner.calibration import Calibration as Calibration, calibrate as calibrate

@@ -250,14 +250,16 @@ def _state_as_written(trainer: Trainer, state: State, forward: Forward, int8: Co
     placed = trainer.placed
     values = {path: leaf for path, leaf in forward.named if path in int8}
 
-    def as_written(path: str, leaf: Any) -> Any:
-        name = f"params/{path}"
+    def as_written(name: str, leaf: Any) -> Any:
         if name not in values:
             return leaf
         exact = to_host(values[name])
         return dequantize(*quantize(exact, stacked=name in forward.stacked), exact.dtype)
 
-    unpacked = map_paths(as_written, placed.unpacked(state.params))
-    packed = unpacked if placed.packing is None else placed.packing.pack(unpacked)
-    params = jax.tree.map(lambda new, old: old if new is old else place_copy(to_host(new), old.sharding), packed, state.params)
-    return dataclasses.replace(state, params=params)
+    variables = placed.variables(state)
+    unpacked = map_paths(as_written, {"params": variables.params, "frozen": variables.frozen})
+    packed = unpacked["params"] if placed.packing is None else placed.packing.pack(unpacked["params"])
+    frozen = unpacked["frozen"] if placed.order is None else placed.order.pack(unpacked["frozen"])
+    trees = (packed, frozen), (state.params, state.frozen)
+    params, frozen = jax.tree.map(lambda new, old: old if new is old else place_copy(to_host(new), old.sharding), *trees)
+    return dataclasses.replace(state, params=params, frozen=frozen)

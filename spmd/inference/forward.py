@@ -12,7 +12,7 @@ from spmd.errors import DataError, ExportError, OptionError, SpmdError, first_li
 from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import UNSHARDED, parallel_scope
 from spmd.train.model_setup import PlacedModel
-from spmd.train.precision import cast, compute_dtype
+from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.state import State, check_alive
 from spmd.trainer import Trainer
 from spmd.tree import Tree, abstract, describe, flatten
@@ -55,7 +55,7 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     """
     check_alive(state)
     placed = trainer.placed
-    variables = Variables(placed.unpacked(state.params), state.stats, state.rngs)
+    variables = placed.variables(state)
     leaves, tree = jax.tree_util.tree_flatten(variables)
     paths = tuple(flatten(variables))
     if len(paths) != len(leaves):
@@ -63,14 +63,15 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     dtype = compute_dtype(placed.config.precision)
 
     def function(arrays: list, inputs: Tree) -> Tree:
-        unflattened = jax.tree.unflatten(tree, arrays)
-        computed = dataclasses.replace(unflattened, params=cast(unflattened.params, dtype))
+        computed = cast_variables(jax.tree.unflatten(tree, arrays), dtype)
         with parallel_scope(UNSHARDED):
             return placed.given.bind(computed, Call(training=False, dtype=dtype, products=placed.products))(inputs)
 
     shapes = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
     check_leaves(shapes, "the inputs")
-    return Forward(function, paths, leaves, shapes, frozenset(f"params/{path}" for path in placed.given.stacks()))
+    return Forward(
+        function, paths, leaves, shapes, frozenset(f"{of}/{path}" for path in placed.given.stacks() for of in ("params", "frozen"))
+    )
 
 
 class _CallRecorder:

@@ -19,12 +19,13 @@ from spmd.inference.forward import to_host
 from spmd.layout.schema import Layout
 from spmd.mesh import make_mesh
 from spmd.models.base import Call, Model, Variables
+from spmd.models.frozen import is_quantized
 from spmd.models.wrap import wrap
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.unchanged_models import CALLS
 from spmd.specs import entry_axes
 from spmd.train.model_setup import PlacedModel
-from spmd.train.precision import cast, compute_dtype
+from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.state import State, check_alive
 from spmd.tree import Tree
 
@@ -138,7 +139,7 @@ class Generator:
                 "state= is for a generator of a run, and this one is of a module.", fix="Generator(trainer), or leave it out."
             )
         check_alive(state)
-        return Variables(self._placed_model.unpacked(state.params), state.stats, state.rngs)
+        return self._placed_model.variables(state)
 
     @functools.cached_property
     def _parallel(self) -> ParallelConfig:
@@ -150,8 +151,7 @@ class Generator:
         return ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation, calls=calls)
 
     def _bind(self, variables: Variables) -> Any:
-        computed = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
-        return self._given.bind(computed, Call(training=False, dtype=self._dtype, **self._products))
+        return self._given.bind(cast_variables(variables, self._dtype), Call(training=False, dtype=self._dtype, **self._products))
 
     def _sharded(self, cache: Tree) -> Tree:
         """A cache [layers, rows, length, kv_heads, head_dim]: rows over the data axes, heads over those of `kv_heads`."""
@@ -201,7 +201,8 @@ class Generator:
             counts, done = counts + ~done, done | (token[:, None] == stop).any(axis=1)
             return number + 1, token, done, counts, written, self._sharded(cache)
 
-        params = jax.tree.leaves(variables.params)
+        trees = (variables.params, variables.frozen)
+        params = [leaf for leaf in jax.tree.leaves(trees, is_leaf=is_quantized) if not is_quantized(leaf)]
         dtype = self._dtype or jnp.result_type(*(leaf.dtype for leaf in params))
         positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
         cache = self._sharded(self._bind(variables).init_cache(rows, length, dtype))

@@ -63,7 +63,13 @@ def dequantize(numbers: Any, scales: Any, dtype: Any) -> Any:
 
 def should_quantize(path: str, leaf: Any, *, stacked: bool = False) -> bool:
     """Whether `weights="int8"` applies to this array: a floating-point parameter with input and output channels."""
-    return path.startswith("params/") and leaf.ndim >= 2 + stacked and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+    of_codes = path.startswith("frozen/") and path.endswith(("/codes", "/scales"))  # in 8 or 4 bits already
+    return (
+        path.startswith(("params/", "frozen/"))
+        and not of_codes
+        and leaf.ndim >= 2 + stacked
+        and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+    )
 
 
 class Writer:

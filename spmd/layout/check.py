@@ -12,7 +12,19 @@ from spmd.errors import LayoutError, Problem, closest, raise_problems
 from spmd.layout import fixes
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
-from spmd.layout.resolve import Names, Resolved, choose, each_name, matching_rules, named_spec, names_text, one_layer, resolve, rule_name
+from spmd.layout.resolve import (
+    Names,
+    Resolved,
+    choose,
+    each_name,
+    keep_frozen,
+    matching_rules,
+    named_spec,
+    names_text,
+    one_layer,
+    resolve,
+    rule_name,
+)
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, axis_problem
 from spmd.path_match import covering
@@ -43,12 +55,18 @@ REPORTED = Misfit(())  # its cause is reported as a problem of the layout
 
 
 def fit_layout(
-    layout: Layout, params: Params, names: Mapping[str, Names], mesh: MeshSpec, stacks: Mapping[str, int] = types.MappingProxyType({})
+    layout: Layout,
+    params: Params,
+    names: Mapping[str, Names],
+    mesh: MeshSpec,
+    stacks: Mapping[str, int] = types.MappingProxyType({}),
+    frozen: Mapping[str, Params] = types.MappingProxyType({}),
 ) -> Resolved:
     """Check a layout against a model's shapes on a mesh, and apply it.
 
     Args:
       stacks: the number of layers along dim 0, by path, of stacked parameters; rules are about one layer.
+      frozen: of the parameters that are not trained, by path, the arrays in which they are kept, by their paths.
 
     Raises:
       LayoutError: every problem, with the arithmetic and a fix that passes the same check.
@@ -56,13 +74,14 @@ def fit_layout(
 
     def fits(other: MeshSpec) -> bool:
         try:
-            fit_layout(layout, stacked_params, names, other, stacks)
+            fit_layout(layout, stacked_params, names, other, stacks, frozen)
         except LayoutError:
             return False
         return True
 
     stacked_params, params = params, one_layer(params, stacks)
-    problems = [*_layout_problems(layout, mesh), *_rule_problems(layout, params, mesh), *_codec_problems(layout, params, mesh)]
+    problems = [*_layout_problems(layout, mesh), *_rule_problems(layout, params, mesh)]
+    problems += _codec_problems(layout, {path: leaf for path, leaf in params.items() if path not in frozen}, mesh)
     problems += _pipeline_problems(layout, stacks, mesh)
     misfits: dict[Misfit, list[str]] = {}
     for path, leaf in params.items():
@@ -74,7 +93,7 @@ def fit_layout(
     problems += [_misfit_problem(layout, misfit, paths, params, mesh) for misfit, paths in misfits.items()]
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
-    resolved = resolve(layout, params, names, mesh, stacks)
+    resolved = keep_frozen(resolve(layout, params, names, mesh, stacks), frozen)
     raise_problems(LayoutError, headline, resolved_problems(resolved, params, names, stacks, fits))
     return resolved
 

@@ -75,7 +75,9 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
             why = f"a dim is sharded over a data axis together with another axis, which codec {codec} does not support."
             fix = f'the two axes on two dims, or {rule}  codec = "exact".'
             yield Problem(f"{where}   spec {spec_text(spec)}", [why], fix, path=place.path, kind="conflict")
-    sharded = any(axis in data for place in resolved.placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec)))
+    sharded = any(
+        axis in data for place in resolved.all_placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec))
+    )
     if declared.weights != "exact" and not sharded and declared.reduction != "parameter_server":
         why = f"{layout.source} replicates every parameter and its optimizer state, so no weight is gathered."
         fix = 'leave it out, or shard them: [default] params = "shard:data".'
@@ -138,7 +140,7 @@ def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
     axis = resolved.layout.experts.axis
     if axis is None or resolved.layout.gradients.reduction == "parameter_server":
         return
-    if not any(axis in spec_axes(place.spec) for place in resolved.placements.values()):
+    if not any(axis in spec_axes(place.spec) for place in resolved.all_placements.values()):
         why = f'no parameter is sharded over "{axis}", so every device would keep all experts.'
         yield Problem("[experts] axis", [why], f'[axes]  expert = "{axis}".', kind="unused_axis")
 
@@ -149,15 +151,13 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
     limit, share = layout.default.max_replicated, _replicated_share(resolved)
     if layout.gradients.reduction == "parameter_server" or limit is None or mesh.size == 1 or share <= limit:
         return  # a parameter server shards all of them
-    replicated = [place for place in resolved.placements.values() if not spec_axes(place.spec)]
+    replicated = [place for place in resolved.all_placements.values() if not spec_axes(place.spec)]
     largest = sorted(replicated, key=lambda place: -place.nbytes)[:5]
-    used = {axis for place in resolved.placements.values() for axis in spec_axes(place.spec)}
+    used = {axis for place in resolved.all_placements.values() for axis in spec_axes(place.spec)}
     free = [axis for axis, size in mesh.axes if size > 1 and axis not in used]
-    total = sum(place.nbytes for place in resolved.placements.values())
+    total = sum(place.nbytes for place in resolved.all_placements.values())
     lines = [f"{share:.1%} of the parameters' {format_bytes(total)} are replicated on every device; max_replicated = {limit:g}."]
-    lines += [
-        f"largest: {place.path}   {describe(params[place.path])}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest
-    ]
+    lines += [f"largest: {place.path}   {describe(place)}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest]
     lines.append(f"mesh axes that no parameter uses: {', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}.")
     enough = min(1.0, int(share * 100 + 1) / 100)
     fix = f"rules or logical axis names for the largest, or max_replicated = {enough:g}."
@@ -172,5 +172,5 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
 
 def _replicated_share(resolved: Resolved) -> float:
     """The share of parameter bytes that no mesh axis shards."""
-    total = sum(place.nbytes for place in resolved.placements.values())
-    return sum(place.nbytes for place in resolved.placements.values() if not spec_axes(place.spec)) / total if total else 0.0
+    total = sum(place.nbytes for place in resolved.all_placements.values())
+    return sum(place.nbytes for place in resolved.all_placements.values() if not spec_axes(place.spec)) / total if total else 0.0

@@ -7,10 +7,11 @@ from spmd.fields import changed_values
 from spmd.layout.gradients import GradientRule
 from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
+from spmd.layout.trained import Adapter
 from spmd.render.html import Html, folded, framed, table
 from spmd.specs import spec_text
 
-OTHERS = ("optimizer", "memory", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "compiler")
+OTHERS = ("optimizer", "memory", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "train", "compiler")
 COLUMNS = ("", "of", "is", "except", "line")
 
 
@@ -51,6 +52,9 @@ def _rows(layout: Layout) -> list[tuple[str, ...]]:
     rows.append(("gradients", "all others" if layout.gradients.rules else "all", _words(gradients), "", ""))
     rows += [("remat", ", ".join(rule.modules), f"save {rule}", "", "") for rule in layout.remat.rules]
     rows += [("precision", rule.path, f"products in {rule.products}", *_origin(rule)) for rule in layout.precision]
+    rows += [
+        ("adapter", adapter.modules, f"rank {adapter.rank}, scale {adapter.scale:g}", *_origin(adapter)) for adapter in layout.adapters
+    ]
     changed = {name: _words(changed_values(getattr(layout, name))) for name in OTHERS}
     return [*rows, *((name, "", words, "", "") for name, words in changed.items() if words)]
 
@@ -59,7 +63,7 @@ def _rule(kind: str, rule: Rule) -> tuple[str, ...]:
     return (kind, rule.path, spec_text(rule.spec), *_origin(rule))
 
 
-def _origin(rule: Rule | GradientRule | Precision) -> tuple[str, str]:
+def _origin(rule: Rule | GradientRule | Precision | Adapter) -> tuple[str, str]:
     """Exceptions and line."""
     return ", ".join(rule.except_), str(rule.line or "")
 

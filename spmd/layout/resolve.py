@@ -41,11 +41,24 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A layout applied to a model on a mesh: one `Placement` per parameter, by path."""
+    """A layout applied to a model on a mesh: one `Placement` per parameter that is trained, by path.
+
+    `frozen`: those of the arrays in which all other parameters are kept, by path: of a quantized one `.../codes` and `.../scales`.
+    """
 
     layout: Layout
     mesh: MeshSpec
     placements: dict[str, Placement]
+    frozen: dict[str, Placement] = dataclasses.field(default_factory=dict)
+
+    @property
+    def all_placements(self) -> dict[str, Placement]:
+        """Those of all parameters."""
+        return self.placements | self.frozen
+
+    def placement(self, path: str) -> Placement:
+        """That of a parameter, or of an array of a frozen one."""
+        return self.placements[path] if path in self.placements else self.frozen[path]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -64,7 +77,7 @@ class Resolved:
 
     def idle_axes(self) -> tuple[str, ...]:
         """Mesh axes of size > 1 along which every device repeats the same work, because neither specs nor tables use them."""
-        used = {axis for place in self.placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}
+        used = {axis for place in self.all_placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}
         used |= set(spec_axes(self.layout.batch.spec))
         used |= {axis for rule in (*self.layout.batch.rules, *self.layout.activations) for axis in spec_axes(rule.spec)}
         used |= {self.layout.pipeline.axis, self.layout.sequence.axis}
@@ -185,3 +198,35 @@ def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh
         return spec
     full[max(free, key=lambda dim: shape[dim])] = axis
     return tuple(full)
+
+
+def keep_frozen(resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]) -> Resolved:
+    """`resolved` with the placements of parameters that are not trained as `frozen`.
+
+    Args:
+      frozen: by path of the parameter, the arrays in which it is kept, by their paths.
+    """
+    kept = {}
+    for path, arrays in frozen.items():
+        place = resolved.placements[path]
+        for name, leaf in arrays.items():
+            spec = _kept_spec(place.spec, leaf.shape, resolved.mesh)
+            kept[name] = Placement(name, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, place.chosen_by)
+    trained = {path: place for path, place in resolved.placements.items() if path not in frozen}
+    return dataclasses.replace(resolved, placements=trained, frozen=kept)
+
+
+def _kept_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
+    """The spec of a parameter for codes or scales of it: one of the last two dims takes over what the other one's size does not divide.
+
+    >>> _kept_spec(("data", None), (4, 64), MeshSpec.parse("data=8"))
+    (None, 'data')
+    """
+    entries: list[Entry] = [*spec, *[None] * (len(shape) - len(spec))]
+    for dim, entry in enumerate(entries):
+        if entry is None or shape[dim] % num_shards((entry,), mesh) == 0:
+            continue
+        entries[dim], other = None, 2 * len(shape) - 3 - dim
+        if dim >= len(shape) - 2 and entries[other] is None and shape[other] % num_shards((entry,), mesh) == 0:
+            entries[other] = entry
+    return tuple(entries)

@@ -12,6 +12,7 @@ from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.layout.precision import Precision
 from spmd.layout.remat import Remat
+from spmd.layout.trained import Adapter, Train
 from spmd.specs import Entry, Spec, entry_axes
 from spmd.wire.server.declaration import ParameterServer
 
@@ -136,6 +137,8 @@ class Layout:
     experts: Experts = Experts()  # noqa: RUF009
     attention: Attention = Attention()
     precision: tuple[Precision, ...] = ()  # of products of weights: paths are of modules
+    train: Train = Train()  # noqa: RUF009
+    adapters: tuple[Adapter, ...] = ()  # paths are of modules
     compiler: Compiler = Compiler()  # noqa: RUF009
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
@@ -147,7 +150,7 @@ class Layout:
                 home = "spmd.layout.schema" if kind is Batch else "spmd"
                 fix = f"{with_article(kind.__name__)}, such as {field.name}={home}.{kind.__name__}(...)."
                 raise OptionError(f"Layout: {field.name}={value!r} is {type_name(value)}.", fix=fix)
-        for name, kind in (("params", Rule), ("activations", Rule), ("precision", Precision)):
+        for name, kind in (("params", Rule), ("activations", Rule), ("precision", Precision), ("adapters", Adapter)):
             as_rules(self, name, kind)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """A resolved layout in words: a table for people, and what they should know beyond it."""
 
 import html
+import math
 
 from spmd.layout.resolve import Resolved
 from spmd.render.html import Text, aligned, filled, framed, table
@@ -17,11 +18,11 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
             place.path,
             describe(place),
             spec_text(place.spec) if any(place.spec) else "replicated",
-            place.chosen_by,
+            place.chosen_by + ("; not trained" if place.path in resolved.frozen else ""),
             format_bytes(place.bytes_per_device(resolved.mesh)),
             f"x{place.copies(resolved.mesh)}",
         )
-        for place in resolved.placements.values()
+        for place in resolved.all_placements.values()
     ]
 
 
@@ -40,16 +41,20 @@ def summary(resolved: Resolved) -> Text:
 
 
 def notes(resolved: Resolved) -> list[str]:
-    """Totals, replication waste, and mesh axes along which devices repeat the same work."""
-    mesh, places = resolved.mesh, resolved.placements.values()
+    """Totals, replication waste, what is trained, and mesh axes along which devices repeat the same work."""
+    mesh, places = resolved.mesh, resolved.all_placements.values()
     total = sum(place.nbytes for place in places)
     per_device = sum(place.bytes_per_device(mesh) for place in places)
     least = total / mesh.size
-    count = f"{len(places)} parameter{'s' * (len(places) != 1)}"
+    count = f"{len(places)} {'parameter' if not resolved.frozen else 'array'}{'s' * (len(places) != 1)}"
     lines = [f"{count}, {format_bytes(total)}; {format_bytes(per_device)} on each of {mesh.size} devices"]
     if mesh.size > 1 and per_device:
         copies = per_device - least
         lines[0] += f" ({format_bytes(least)} if nothing were replicated: {copies:,.0f} bytes, {copies / per_device:.0%}, are copies)."
+    if resolved.frozen:
+        numbers = sum(math.prod(place.shape) for place in resolved.placements.values())
+        kept = format_bytes(sum(place.nbytes for place in resolved.frozen.values()))
+        lines.append(f"{len(resolved.placements)} arrays of {numbers:,} numbers are trained; {len(resolved.frozen)} ({kept}) are not.")
     for axis in resolved.idle_axes():
         lines.append(f'note: nothing in the layout names mesh axis "{axis}": its {mesh.sizes[axis]} devices repeat the same work.')
     return lines

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spmd.errors import LayoutError, closest, did_you_mean, raise_problems, short_repr, type_name
-from spmd.fields import as_toml
+from spmd.fields import as_toml, is_one_of
 from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
@@ -20,6 +20,7 @@ from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, Optimi
 from spmd.layout.server import server_problems
 from spmd.layout.toml_tables import CHOICES as CHOICES, UNREGISTERED, Tables, is_number, register_hint, syntax_error
 from spmd.layout.toml_writer import dumps
+from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
 from spmd.wire.codec import CODECS, codec_options
@@ -133,6 +134,8 @@ class _Reader(Tables):
             experts=Experts(**self.fields(self.table(data, "experts"), "experts", Experts)),
             attention=self.attention(data),
             precision=tuple(self.precision(*item) for item in self.items(data, "precision")),
+            train=self.train(self.table(data, "train"), data.get("adapters")),
+            adapters=tuple(self.adapter(*item) for item in self.items(data, "adapters")),
             compiler=self.compiler(self.table(data, "compiler")),
         )
 
@@ -305,15 +308,44 @@ class _Reader(Tables):
             products = near
         return Precision(path, products, excepted, line)
 
-    def paths(self, item: dict[str, Any], where: str, line: int | None) -> tuple[str, tuple[str, ...]]:
+    def train(self, table: dict[str, Any], adapters: Any) -> Train:
+        self.unknown(table, [field.name for field in dataclasses.fields(Train)], "train")
+        values = {"frozen": self.choice(table, "train", "frozen", None), "block": self.value(table, "train", "block", Train().block, int)}
+        if values["block"] < 1:
+            self.key_problem("train", "block", f"{values['block']}.", "a whole number from 1.")
+            values["block"] = Train().block
+        for key in ("include", "exclude"):
+            given = table.get(key, [])
+            values[key] = tuple(map(str, given if isinstance(given, list) else [given]))
+            for pattern in given if isinstance(given, list) else [given]:
+                self.pattern(pattern, f"[train] {key}", self.key_line("train", key))
+        train = Train(**values)
+        self.conflicts("train", list(train_problems(train, adapters=bool(adapters))))
+        return train
+
+    def adapter(self, item: dict[str, Any], where: str, line: int | None) -> Adapter:
+        fields = {field.name: field.default for field in dataclasses.fields(Adapter) if field.name in ADAPTER_RANGES}
+        self.unknown_in_rule(item, ("modules", *fields, "except"), where, line)
+        modules, excepted = self.paths(item, where, line, key="modules", such_as="**/{query,value}")
+        values = {key: item.get(key, default) for key, default in fields.items()}
+        for key, default in fields.items():
+            in_range, fix = ADAPTER_RANGES[key]
+            if not is_one_of(values[key], (type(default),)) or not in_range(values[key]):
+                self.problem(f"{where} {key}", f"{as_toml(values[key])}.", fix, line)
+                values[key] = default
+        return Adapter(modules, **values, except_=excepted, line=line)
+
+    def paths(
+        self, item: dict[str, Any], where: str, line: int | None, *, key: str = "path", such_as: str = "**/kernel"
+    ) -> tuple[str, tuple[str, ...]]:
         """The patterns of a rule: what it matches, and its exceptions."""
-        if "path" not in item:
-            self.problem(where, "has no path.", 'such as  path = "**/kernel".', line)
+        if key not in item:
+            self.problem(where, f"has no {key}.", f'such as  {key} = "{such_as}".', line)
         excepted = item.get("except", [])
         excepted = excepted if isinstance(excepted, list) else [excepted]
-        for pattern in [item.get("path", ""), *excepted]:
+        for pattern in [item.get(key, ""), *excepted]:
             self.pattern(pattern, where, line)
-        return str(item.get("path", "")), tuple(map(str, excepted))
+        return str(item.get(key, "")), tuple(map(str, excepted))
 
     def pattern(self, pattern: Any, where: str, line: int | None) -> None:
         try:

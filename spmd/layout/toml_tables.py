@@ -12,6 +12,7 @@ from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
 from spmd.layout.remat import SAVES
 from spmd.layout.schema import IMPLEMENTATIONS
+from spmd.layout.trained import FROZEN
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.declaration import MODES, PLACEMENTS
@@ -29,6 +30,7 @@ CHOICES = {
     "attention.implementation": IMPLEMENTATIONS,
     "memory.optimizer": ("device", "host"),
     "remat.save": SAVES,
+    "train.frozen": FROZEN,
 }
 UNREGISTERED = "unregistered"  # the kind of a problem with a name that the user's code may add
 ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}  # functions of spmd.wire that add a choice

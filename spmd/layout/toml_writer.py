@@ -19,6 +19,7 @@ TABLES = (
     "sequence",
     "experts",
     "attention",
+    "train",
     "compiler",
 )
 
@@ -43,6 +44,10 @@ def dumps(layout: Layout) -> str:
     for remat in layout.remat.rules:
         blocks.append(["[[remat.rules]]", *(f"{key} = {_value(value)}" for key, value in changed_values(remat).items())])
     blocks += [_rule_lines("precision", rule) for rule in layout.precision]
+    for adapter in layout.adapters:
+        values = {"modules": adapter.modules, **changed_values(adapter)}
+        values = {"except" if key == "except_" else key: value for key, value in values.items() if key != "line"}
+        blocks.append(["[[adapters]]", *(f"{key} = {_value(value)}" for key, value in values.items())])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 

@@ -1,11 +1,18 @@
 """The `[train]` table and the `[[adapters]]` rules: which parameters are trained, and how the others are kept."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from spmd.errors import OptionError
-from spmd.fields import check_types, names
+from spmd.fields import Conflict, check_types, names
 
 FROZEN = ("bfloat16", "float16", "int8", "nf4")  # how frozen weights may be kept
+ADAPTER_RANGES = {  # of values of an adapter: whether one is in it, and in words
+    "rank": (lambda value: value >= 1, "a whole number from 1."),
+    "alpha": (lambda value: value > 0, "a number above 0."),
+    "dropout": (lambda value: 0 <= value < 1, "a number from 0 to 1, without 1."),
+    "rslora": (lambda value: True, "true or false."),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +66,20 @@ class Adapter:
     def __post_init__(self):
         check_types(self)
         object.__setattr__(self, "except_", names(self.except_))
-        if self.rank < 1:
-            raise OptionError(f"Adapter: rank={self.rank}.", fix="a whole number from 1.")
-        if not self.alpha > 0:
-            raise OptionError(f"Adapter: alpha={self.alpha}.", fix="a number above 0.")
-        if not 0 <= self.dropout < 1:
-            raise OptionError(f"Adapter: dropout={self.dropout}.", fix="a number from 0 to 1, without 1.")
+        for name, (in_range, fix) in ADAPTER_RANGES.items():
+            if not in_range(value := getattr(self, name)):
+                raise OptionError(f"Adapter: {name}={value}.", fix=fix)
 
     @property
     def scale(self) -> float:
         """What the adapter's output is multiplied by."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def train_problems(train: Train, *, adapters: bool) -> Iterator[Conflict]:
+    """Keys of `[train]` that nothing reads. `adapters`: whether the layout has some."""
+    if train.block != Train().block and train.frozen not in ("int8", "nf4"):
+        yield Conflict("block", "of scales, which only quantized weights have.", 'frozen = "int8" or "nf4".', kind="unread_key")
+    if adapters and train.exclude and not train.include:
+        why = "without include, adapters alone are trained, so there is nothing to exclude."
+        yield Conflict("exclude", why, "leave it out, or an include.", kind="unread_key")

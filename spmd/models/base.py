@@ -23,14 +23,15 @@ RECOMPUTED = contextvars.ContextVar("recomputed", default=False)  # whether the 
 PATH = "path"  # metadata of a stack's parameter in a bound model: its path in the model
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "stats", "rngs"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "frozen", "stats", "rngs"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Variables:
-    """All arrays of a model. `params` are trained; `stats` change with each call (BatchNorm); `rngs` are key data."""
+    """All arrays of a model. `params` are trained, `frozen` are not; `stats` change with each call (BatchNorm); `rngs` are key data."""
 
     params: Tree
     stats: Tree
     rngs: Tree
+    frozen: Tree = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,14 @@ class Model(abc.ABC):
         """How many layers a parameter has along dim 0, by path, for those of a stack (`spmd.nn.LayerStack`)."""
         return {}
 
+    def kernels(self) -> frozenset[str]:
+        """Paths of the parameters that can be quantized: kernels that a layer multiplies by, and uses in no other way."""
+        return frozenset()
+
+    def adapters(self) -> frozenset[str]:
+        """Paths of the parameters of adapters."""
+        return frozenset()
+
     def notes(self) -> list[str]:
         """What a person should know of how the model is trained."""
         return []
@@ -105,6 +114,10 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         """Refuse patterns that matched no submodule when the loss was traced."""
+
+    def check_adapters(self) -> None:
+        """Refuse adapters of layers that were not called when the loss was traced: their gradients are zero."""
+        return
 
     @abc.abstractmethod
     def rebuild(self, variables: Variables) -> Any:

@@ -2,20 +2,27 @@
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 from jax.core import Tracer
 
-from spmd.errors import ModelError
+from spmd.errors import ModelError, join_names
 from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, remat_policies, trace_abstractly
 from spmd.models.blocks import BlockCalls
+from spmd.models.frozen import is_quantized, quantized_product
+from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.models.nnx_blocks import call_block
+from spmd.models.quantized import dequantize
 from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
 
+if TYPE_CHECKING:
+    from spmd.layout.trained import Adapter
+
+ADAPTERS = 0x10AA  # of the run's key, what adapters are drawn from
 HANDED_OVER: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()  # by id: a module may define its own hash
 
 
@@ -27,14 +34,15 @@ def hand_over(module: nnx.Module) -> None:
 class NnxModel(Model):
     """A Flax nnx module, built by `factory` under a trace, or passed with its arrays (`concrete`)."""
 
-    def __init__(self, factory: Callable[[], nnx.Module], *, concrete: nnx.Module | None = None):
+    def __init__(self, factory: Callable[[], nnx.Module], *, concrete: nnx.Module | None = None, passed: nnx.Module | None = None):
         self._factory = factory
         self._graphdef: Any = None
         self._impls: dict[str, Any] = {}
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
+        self._uncalled: set[str] = set()  # paths of layers with adapters that were not called yet
         self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
-        self._given = concrete
+        self._given = concrete if passed is None else passed  # what the user has, which may be without adapters
         self._concrete = None if concrete is None else self._split(concrete)
         self._check_alive()
 
@@ -60,6 +68,25 @@ class NnxModel(Model):
                 leaf.delete()
         self._given.__class__ = _consumed(type(self._given))
 
+    def with_adapters(self, adapters: "Sequence[Adapter]", seed: Any) -> "NnxModel":
+        """The model with adapters in its layers, drawn from a key of this seed. A module that was passed stays as it is.
+
+        Raises:
+          LayoutError: as `add_adapters`.
+        """
+
+        def build() -> nnx.Module:
+            module = self._factory()
+            module = module if self._given is None else nnx.merge(*nnx.split(module))  # shares its arrays
+            add_adapters(module, adapters, nnx.Rngs(jax.random.fold_in(jax.random.key(seed), ADAPTERS)))
+            return module
+
+        if self._given is None:
+            return NnxModel(build)
+        self._check_alive()
+        adapted = build()
+        return NnxModel(lambda: adapted, concrete=adapted, passed=self._given)
+
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         del key, run
         return self._split(self._factory())
@@ -76,17 +103,31 @@ class NnxModel(Model):
     def stacks(self) -> dict[str, int]:
         return {path: metadata[STACKED] for path, metadata in self._metadata.items() if STACKED in metadata}
 
-    @functools.cached_property
+    def kernels(self) -> frozenset[str]:
+        return frozenset(path for path, (_, layer) in self._parameters.items() if path == f"{layer}/kernel".lstrip("/"))
+
+    def adapters(self) -> frozenset[str]:
+        return frozenset(path for path in self._parameters if path.rpartition("/")[2] in NAMES)
+
+    @property
     def _metadata(self) -> dict[str, dict[str, Any]]:
         """What flax knows of each parameter beside its value, by path."""
-        metadata: dict[str, dict[str, Any]] = {}
+        return {path: metadata for path, (metadata, _) in self._parameters.items()}
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, tuple[dict[str, Any], str | None]]:
+        """Of each parameter, by path: what flax knows of it beside its value, and the path of the `nnx.Linear` that it is of, or None."""
+        parameters: dict[str, tuple[dict[str, Any], str | None]] = {}
 
         def visit():
-            for path, variable in nnx.to_flat_state(nnx.state(self._factory(), nnx.Param)):
-                metadata["/".join(map(str, path))] = dict(variable.get_metadata())
+            module = self._factory()
+            layers = {"/".join(map(str, path)) for path, sub in nnx.iter_modules(module) if isinstance(sub, nnx.Linear)}
+            for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+                owner = "/".join(map(str, path[:-1]))
+                parameters["/".join(map(str, path))] = dict(variable.get_metadata()), owner if owner in layers else None
 
         trace_abstractly(visit, "the model")
-        return metadata
+        return parameters
 
     def notes(self) -> list[str]:
         if len(self._frozen) == 0:
@@ -98,6 +139,7 @@ class NnxModel(Model):
     def _split(self, module: nnx.Module) -> Variables:
         self._frozen = _frozen(module, given=self._given is not None)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        self._uncalled = set(adapter_paths(module))
         self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
         params, rngs, stats = map(nnx.to_pure_dict, (params, rngs, stats))
         self._impls = {path: jax.random.key_impl(leaf) for path, leaf in flatten(rngs).items() if _is_key(leaf)}
@@ -113,6 +155,10 @@ class NnxModel(Model):
             variable.set_metadata(PATH, "/".join(map(str, path)))
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+        for sub in modules.values():
+            if isinstance(sub, nnx.Linear) and is_quantized(sub.kernel.get_raw_value()):
+                sub.kernel.set_metadata(on_get_value=_values)  # of a kernel that the loss reads itself
+                sub.__class__ = _dequantizing(type(sub))
         for path in self._frozen:
             modules[path].use_running_average = True  # type: ignore[attr-defined]
         for path, sub in modules.items():
@@ -122,6 +168,8 @@ class NnxModel(Model):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
             if isinstance(sub, nnx.Linear | nnx.LinearGeneral):
                 sub.dot_general = call.products(path, sub.dot_general)
+        for path in self._uncalled:
+            modules[path].__class__ = _noted(type(modules[path]), functools.partial(self._uncalled.discard, path))
         callables = [path for path, sub in modules.items() if callable(sub)]
         matched: dict[str, list[str]] = {}  # patterns by path
         for pattern, _ in call.remat:
@@ -148,6 +196,13 @@ class NnxModel(Model):
             if pattern not in self._called:
                 why = f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.'
                 raise ModelError(why, fix="a pattern for the modules that are called.")
+
+    def check_adapters(self) -> None:
+        if self._uncalled:
+            why = (
+                f"adapters of {join_names(sorted(self._uncalled))}: the loss never calls these layers; it may multiply by a kernel itself."
+            )
+            raise ModelError(why, fix="adapters of other layers (except = in [[adapters]]), or a loss and a model that call these.")
 
     def get_stats(self, bound: nnx.Module) -> Tree:
         flat = dict(nnx.to_flat_state(nnx.state(bound)))
@@ -183,8 +238,54 @@ def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
     return () if evaluating else tuple(path for path, kept in averages.items() if kept is True)
 
 
+def _values(variable: Any, value: Any) -> Any:
+    del variable
+    return dequantize(value) if is_quantized(value) else value
+
+
+@functools.lru_cache(maxsize=256)
+def _dequantizing(kind: type) -> type:
+    """A subclass of a kind of `nnx.Linear` with a quantized kernel, whose values exist only while its product is computed.
+
+    Of the backward pass, too: it keeps the codes, and not the values.
+    """
+
+    def __call__(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        kernel, given = vars(self)["kernel"], vars(self)["dot_general"]
+        quantized, bias = kernel.get_raw_value(), vars(self).get("bias")
+        like = jax.ShapeDtypeStruct(quantized.shape, quantized.dtype)
+        promoted = jax.eval_shape(
+            lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype), inputs, like, *([] if bias is None else [bias.get_value()])
+        )
+        values = dequantize(quantized, promoted[1].dtype)
+
+        def dot_general(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+            if rhs is not values:
+                return given(lhs, rhs, *args, **kwargs)
+            return quantized_product(lambda lhs, rhs: given(lhs, rhs, *args, **kwargs), lhs, quantized, values.dtype)
+
+        # without nnx's checks, which forbid to change a module inside of a transformation: it is as before when the call ends
+        vars(self).update(kernel=kernel.replace(values), dot_general=dot_general)
+        try:
+            return kind.__call__(self, inputs, *args, **kwargs)
+        finally:
+            vars(self).update(kernel=kernel, dot_general=given)
+
+    return _subclass(kind, "Dequantizing", __call__)
+
+
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _noted(kind: type, note: Callable[[], None]) -> type:
+    """A subclass of an nnx module whose call is noted."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note()
+        return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+
+    return _subclass(kind, "Noted", __call__)
 
 
 def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], None]) -> type:

@@ -29,7 +29,7 @@ def call_block(kind: type, path: str, blocks: BlockCalls, block: nnx.Module, arg
         after = _by_name(nnx.split(inner, nnx.Param, ...)[2])
         return outputs, {name: leaf for name, (_, variable) in after.items() if (leaf := variable.get_value()) is not others_now[name]}
 
-    values = [{name: variable.get_value() for name, (_, variable) in leaves.items()} for leaves in (params, others)]
+    values = [{name: variable.get_raw_value() for name, (_, variable) in leaves.items()} for leaves in (params, others)]
     outputs, kept = blocks.run(path, run, *values)
     nnx.update(block, _state({name: others[name] for name in kept}, kept))
     return outputs
@@ -52,9 +52,9 @@ def _named_call(path: str, blocks: BlockTrace, block: nnx.Module, call: Any, inp
     if path in blocks.reasons:
         return call()
     variables = [variable for _, variable in nnx.to_flat_state(nnx.state(block, nnx.Param))]
-    before, values = nnx.graphdef(block), [variable.get_value() for variable in variables]
+    before, values = nnx.graphdef(block), [variable.get_raw_value() for variable in variables]
     for variable, value in zip(variables, values, strict=True):
-        variable.set_value(checkpoint_name(value, LAYER_PARAMS))
+        variable.set_value(jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_PARAMS), value))
     outputs = call()
     for variable, value in zip(variables, values, strict=True):
         variable.set_value(value)  # what else the loss does with it is seen

@@ -56,34 +56,44 @@ class GatheredBlocks(BlockCalls):
     def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
         """Outputs of the block, and what its call keeps. Of `params`, those that are sharded are gathered, from what the model has."""
         group, place = self._places[path]
-        shards = self._shards[path]
-        rest = {name: leaf for name, leaf in params.items() if name not in shards}
+        gathered, flat, structure = self._shards[path], flatten(params), jax.tree.structure(params)
+        shards = self._trained(path)
+        frozen = {name: leaf for name, leaf in gathered.items() if name not in shards}
+        others_frozen = {name: leaf for name, leaf in flat.items() if name not in gathered and not self._gather.trains(f"{path}/{name}")}
+        rest = {name: leaf for name, leaf in flat.items() if name not in gathered and name not in others_frozen}
         gather, paths = functools.partial(self._full, path), {name: f"{path}/{name}" for name in shards}
         remat_policy = self._gather.remat_policy(path)
 
-        def run(full: Tree, others: tuple) -> tuple[Tree, Tree]:
+        def run(full: Tree, frozen: Tree, others: tuple) -> tuple[Tree, Tree]:
             rest, variables = others
+            leaves = {**full, **frozen, **rest}
             with recomputed_by_caller(remat_policy is not None):
-                return function({**full, **rest}, variables)
+                return function(jax.tree.unflatten(structure, [leaves[name] for name in flat]), variables)
 
-        full = jax.eval_shape(gather, shards)
+        full, full_frozen = jax.eval_shape(gather, shards), jax.eval_shape(gather, frozen)
         inputs = rest, others
-        program = InnerProgram(run, full, inputs)
+        program = InnerProgram(run, full, full_frozen | others_frozen, inputs)
         before = group[place - 1] if self._ahead and place else None
         after = group[place + 1] if self._ahead and place + 1 < len(group) else None
         unit = _Unit(
-            program.recomputed(gathered_policy(full, remat_policy)),
+            program.recomputed(gathered_policy((full, full_frozen), remat_policy)),
             gather,
             functools.partial(self._gather.reduce, paths),
             None if before is None else functools.partial(self._full, before),
             None if after is None else functools.partial(self._full, after),
         )
         residuals = {path: self._residuals[path] for path in paths.values() if path in self._residuals}
-        neighbours = tuple({} if block is None else self._shards[block] for block in (before, after))
+        neighbours = tuple({} if block is None else self._trained(block) for block in (before, after))
         carried = self._next(group, path) if self._ahead else _Carried({}, jnp.zeros(()))
-        outputs, kept, following = _run(unit, carried, _Block(shards, inputs, residuals), neighbours, program.constants)  # type: ignore[misc]
+        outputs, kept, following = _run(
+            unit, carried, _Block(shards, inputs, residuals, (frozen, others_frozen)), neighbours, program.constants
+        )  # type: ignore[misc]
         self._carried[group] = (place + 1, following)
         return outputs, kept
+
+    def _trained(self, path: str) -> dict[str, Any]:
+        """Shards of a block's trained parameters."""
+        return {name: leaf for name, leaf in self._shards[path].items() if self._gather.trains(f"{path}/{name}")}
 
     def _full(self, path: str, shards: Tree) -> Tree:
         return self._gather.gather({name: f"{path}/{name}" for name in shards}, shards)
@@ -109,6 +119,7 @@ class _Block(NamedTuple):
     shards: Tree
     others: Tree  # other parameters and variables
     residuals: Tree
+    frozen: tuple[Tree, Tree]  # parameters that have no gradients: shards, and those that are not sharded
 
 
 class _Carried(NamedTuple):
@@ -126,7 +137,7 @@ class _Carried(NamedTuple):
 class _Unit(NamedTuple):
     """A call of a block. Its own parameters, the block's before and the block's after are gathered in three ways, by other paths."""
 
-    run: Callable[..., tuple[Tree, Tree]]  # (full parameters, others, constants) -> (outputs, kept)
+    run: Callable[..., tuple[Tree, Tree]]  # (full parameters, frozen ones, others, constants) -> (outputs, kept)
     gather: Callable[[Tree], Tree]
     reduce: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     gather_before: Callable[[Tree], Tree] | None
@@ -146,6 +157,14 @@ class _Unit(NamedTuple):
             after = self.gather_after(shards_after)
         return full, constants, _Carried(after, jnp.zeros(()))
 
+    def frozen(self, block: _Block, computed: Tree) -> tuple[Tree, Tree]:
+        """Full frozen parameters, which are gathered when `computed` is there; and that."""
+        (shards, rest) = block.frozen
+        if not shards:
+            return rest, computed
+        shards, computed = _together(shards, computed)
+        return self.gather(shards) | rest, computed
+
 
 def _together(tree: Tree, computed: Tree) -> tuple[Tree, Tree]:
     """`together`, with the floating arrays of `computed` only."""
@@ -159,15 +178,17 @@ def _together(tree: Tree, computed: Tree) -> tuple[Tree, Tree]:
 def _run(unit: _Unit, carried: _Carried, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[Tree, Tree, _Carried]:
     """Outputs, what the call keeps, and full parameters of the next block."""
     full, constants, following = unit.gathered(carried, block, neighbours, constants)
-    return *unit.run(full, block.others, constants), following
+    frozen, constants = unit.frozen(block, constants)
+    return *unit.run(full, frozen, block.others, constants), following
 
 
 def _forward(unit: _Unit, carried: _Carried, block: _Block, neighbours: tuple, constants: list[Any]) -> tuple[tuple, tuple]:
     full, constants, following = unit.gathered(carried, block, neighbours, constants)
+    frozen, constants = unit.frozen(block, constants)
     inputs = full, block.others, constants
-    (outputs, kept), function = jax.vjp(unit.run, *inputs)
+    (outputs, kept), function = jax.vjp(lambda full, others, constants: unit.run(full, frozen, others, constants), *inputs)
     last = full if unit.gather_after is None else None
-    return (outputs, kept, following), (Saved.of(function, inputs), last, block, neighbours[0], constants)
+    return (outputs, kept, following), (Saved.of(function, (*inputs, frozen)), last, block, neighbours[0], constants)
 
 
 def _backward(unit: _Unit, residuals: tuple, cotangents: tuple) -> tuple:
@@ -177,7 +198,8 @@ def _backward(unit: _Unit, residuals: tuple, cotangents: tuple) -> tuple:
     if unit.gather_before is not None:
         (shards_before, full), outputs = _together((shards_before, full), outputs)
         before = unit.gather_before(shards_before)
-    dfull, *grads = differentiable(saved.gradients((full, block.others, constants), tuple(outputs)))
+    frozen, outputs = unit.frozen(block, outputs)
+    dfull, *grads = differentiable(saved.gradients((full, block.others, constants, frozen), tuple(outputs)))
     # The block before begins when this one's gradients are computed, and the next one's reduced: full gradients of two blocks exist.
     dfull, grads, done = lax.optimization_barrier((dfull, grads, done))
     dothers, dconstants = complete(grads, [block.others, constants])
@@ -185,10 +207,10 @@ def _backward(unit: _Unit, residuals: tuple, cotangents: tuple) -> tuple:
     dshards = {name: jnp.zeros_like(block.shards[name]) if grad is None else grad for name, grad in dshards.items()}
     next_residuals = jax.tree.map(lambda new, old: old if new is None else new, next_residuals, block.residuals, is_leaf=_is_none)
     done, dshards = together(done, dshards)
-    if unit.gather_before is None:  # used at the end, or a compiler would leave it out from the beginning
+    if unit.gather_before is None and dshards:  # used at the end, or a compiler would leave it out from the beginning
         name = min(dshards, key=lambda name: dshards[name].size)
         dshards = {**dshards, name: dshards[name] + done.astype(dshards[name].dtype)}
-    return _Carried(before, done), _Block(dshards, dothers, next_residuals), None, dconstants
+    return _Carried(before, done), _Block(dshards, dothers, next_residuals, None), None, dconstants  # type: ignore[arg-type]
 
 
 def _is_none(leaf: Any) -> bool:

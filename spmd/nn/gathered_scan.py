@@ -24,7 +24,7 @@ class Communication(NamedTuple):
     """How one layer's parameters and gradients are communicated.
 
     Attributes:
-      gather: full parameters, from this worker's shards.
+      gather: full parameters, from this worker's shards, of trained ones and of frozen ones alike.
       reduce: gradients of shards and the next residuals, from shards (whose dtypes they get), gradients of full parameters and residuals.
         None in place of a gradient is zero, and in place of a residual the one before.
     """
@@ -34,29 +34,39 @@ class Communication(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Leaves [layers, ...]: this worker's shards of parameters, the layers' other variables, and residuals of the gradients."""
+    """Leaves [layers, ...]: this worker's shards of parameters, the layers' other variables, and residuals of the gradients; and shards
+    of parameters that have no gradients."""
 
     shards: Tree
     others: Tree
     residuals: Tree
+    frozen: Tree = {}  # noqa: RUF012
+
+    def at(self, number: Any) -> tuple[Tree, Tree]:
+        """What is gathered for a layer."""
+        return _layer((self.shards, self.frozen), number)
 
 
 class _Loop(NamedTuple):
     communication: Communication
-    run: Callable[..., tuple[Tree, Tree]]  # (x, full parameters, others, constants) -> (x, kept)
+    run: Callable[..., tuple[Tree, Tree]]  # (x, full parameters and frozen ones, others, constants) -> (x, kept)
     unroll: bool
+
+    def gather(self, shards: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Full parameters of a layer, and frozen ones."""
+        return self.communication.gather(shards[0]), self.communication.gather(shards[1])
 
 
 def scan_gathered(
     communication: Communication,
-    run_layer: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    run_layer: Callable[[Tree, tuple[Tree, Tree], Tree], tuple[Tree, Tree]],
     x: Tree,
     stack: Stack,
     *,
     policy_of: Callable[[Any], Callable[..., Any] | None],
     unroll: bool = False,
 ) -> tuple[Tree, Tree]:
-    """`run_layer(x, full parameters, others) -> (x, kept)` from layer to layer: the last x, and what all layers keep, [layers, ...].
+    """`run_layer(x, (full parameters, frozen ones), others) -> (x, kept)` from layer to layer: last x, and what all keep, [layers, ...].
 
     The gradient with respect to `stack.residuals` is the next residuals.
 
@@ -64,7 +74,7 @@ def scan_gathered(
       policy_of: from a layer's jaxpr to a policy of `jax.checkpoint`: what it keeps for the backward pass beside its input. None: nothing.
       unroll: the loop, as for a convolution on a CPU.
     """
-    full = jax.eval_shape(communication.gather, _layer(stack.shards, 0))
+    full = jax.eval_shape(lambda shards: tuple(map(communication.gather, shards)), stack.at(0))
     program = InnerProgram(run_layer, x, full, _layer(stack.others, 0))
     loop = _Loop(communication, program.recomputed(policy_of, prevent_cse=unroll), unroll)
     return _scan(loop, x, stack, program.constants)
@@ -83,17 +93,17 @@ def _scan(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[Tre
 
 def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack) -> tuple[Tree, Tree, tuple]:
     """The last x, what all layers keep, and what is saved: by all but the last, [layers - 1, ...], by the last, and its parameters."""
-    gather, count = loop.communication.gather, _count(stack)
+    gather, count = loop.gather, _count(stack)
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
         (x, full), (number,) = carry, inputs
-        after = _layer(stack.shards, number + 1)
+        after = stack.at(number + 1)
         after, x = together(after, x) if loop.unroll else (after, x)
         following = gather(after)
         x, kept, saved = run(x, full, _layer(stack.others, number))
         return (x, following), (kept, saved)
 
-    (x, full), (kept, saved) = _run_loop(loop, body, (x, gather(_layer(stack.shards, 0))), (np.arange(count - 1),))
+    (x, full), (kept, saved) = _run_loop(loop, body, (x, gather(stack.at(0))), (np.arange(count - 1),))
     x, kept_last, saved_last = run(x, full, _layer(stack.others, count - 1))
     kept = jax.tree.map(lambda before, last: jnp.concatenate([before, last[None]]), kept, kept_last)
     return x, kept, (saved, saved_last, full)
@@ -129,9 +139,12 @@ class Saved:
 
 
 def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[tuple[Tree, Tree], tuple]:
-    def run(x: Tree, *inputs: Tree) -> tuple[Tree, Tree, Saved]:
-        (y, kept), function = jax.vjp(loop.run, x, *inputs, constants)
-        return y, kept, Saved.of(function, (*inputs, constants))
+    def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree, Saved]:
+        params, frozen = full
+        (y, kept), function = jax.vjp(
+            lambda x, params, others, constants: loop.run(x, (params, frozen), others, constants), x, params, others, constants
+        )
+        return y, kept, Saved.of(function, (full, others, constants))
 
     x, kept, saved = _forward_loop(loop, run, x, stack)
     return (x, kept), (saved, stack, constants)
@@ -139,10 +152,10 @@ def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> t
 
 def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]) -> tuple[Tree, Stack, list[Any]]:
     (saved, saved_last, full_last), stack, constants = residuals
-    (gather, reduce), count = loop.communication, _count(stack)
+    gather, reduce, count = loop.gather, loop.communication.reduce, _count(stack)
     dy, dkept = cotangents
 
-    def gradients(number: Any, saved: Saved, full: Tree, dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
+    def gradients(number: Any, saved: Saved, full: tuple[Tree, Tree], dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
         inputs = full, _layer(stack.others, number), constants
         return differentiable(saved.gradients(inputs, (complete(dx, dy), _layer(dkept, number))))
 
@@ -154,7 +167,7 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
         dx, full, dfull, dconstants, done = carry
         number, saved = inputs
-        before = _layer(stack.shards, jnp.maximum(number - 1, 0))
+        before = stack.at(jnp.maximum(number - 1, 0))
         before, dx = together(before, dx) if loop.unroll else (before, dx)
         following = gather(before)
         done = reduced(number + 1, dfull, done)
@@ -162,13 +175,15 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
         done = done._replace(others=_put(done.others, number, dothers))
         return (dx, following, dfull, jax.tree.map(jnp.add, dconstants, more), done), None
 
-    following = gather(_layer(stack.shards, max(count - 2, 0)))
+    following = gather(stack.at(max(count - 2, 0)))
     dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, differentiable(dy))
-    done = differentiable(jax.tree.map(_no_gradient, stack))
+    trained = stack._replace(frozen={})
+    done = differentiable(jax.tree.map(_no_gradient, trained))
     done = done._replace(others=_put(done.others, count - 1, dothers), residuals=stack.residuals)
     carry = dx, following, dfull, dconstants, done
     (dx, _, dfull, dconstants, done), _ = _run_loop(loop, body, carry, (np.arange(count - 1), saved), reverse=True)
-    return complete(dx, dy), complete(reduced(0, dfull, done), stack), complete(dconstants, constants)
+    gradient = complete(reduced(0, dfull, done), trained)._replace(frozen=None)
+    return complete(dx, dy), gradient, complete(dconstants, constants)
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from spmd.tree import Tree
@@ -48,9 +50,12 @@ class InnerProgram:
 
     def _function(self) -> Callable[..., Tree]:
         jaxpr, structure = self.jaxpr, jax.tree.structure(self._shapes)
+        is_traced = [isinstance(constant, Tracer) for constant in self.constants]
 
         def run(*args: Any) -> Tree:
             *inputs, constants = args
+            # others have no gradient: a function with a gradient of its own, which closes over a table, does not take one
+            constants = [leaf if traced else lax.stop_gradient(leaf) for leaf, traced in zip(constants, is_traced, strict=True)]
             first, *rest = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*jax.tree.leaves(inputs))
             if self._name is not None:
                 first = checkpoint_name(first, self._name)

@@ -65,7 +65,7 @@ class StageOrderedModel(Model):
         return None if self._model.concrete is None else self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
-        return dataclasses.replace(variables, params=self._order.pack(variables.params))
+        return dataclasses.replace(variables, params=self._order.pack(variables.params), frozen=self._order.pack(variables.frozen))
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         """All arrays, in stage order."""
@@ -91,13 +91,17 @@ class StageOrderedModel(Model):
         """Those of the model."""
         self._model.check_remat(patterns)
 
+    def check_adapters(self) -> None:
+        """Those of the model."""
+        self._model.check_adapters()
+
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind, with layers in the network's order."""
-        params = jax.jit(self._order.unpack)(variables.params)
-        return self._model.rebuild(dataclasses.replace(variables, params=params))
+        params, frozen = (jax.jit(self._order.unpack)(tree) for tree in (variables.params, variables.frozen))
+        return self._model.rebuild(dataclasses.replace(variables, params=params, frozen=frozen))
 
 
 def make_stage_order(stacks: Mapping[str, int], like: Tree, stages: int, groups: int) -> StageOrder | None:
     """The stage order of a pipeline with several groups on each stage; None where the network's order is kept."""
-    paths = tuple(path for path in flatten(like) if path in stacks)
+    paths = tuple(path for path in {**flatten(like), **stacks} if path in stacks)
     return StageOrder(like, stages, groups, paths) if groups > 1 and stages > 1 and paths else None

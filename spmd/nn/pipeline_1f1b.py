@@ -117,6 +117,7 @@ def run_1f1b(
     rows: Tree,
     consts: Tree,
     stage_sharded: Tree,
+    consts_sharded: Tree,
     microbatches: Microbatches,
     *,
     layers_per_stage: Callable[[int], int] | None,
@@ -126,8 +127,8 @@ def run_1f1b(
     Args:
       loss: `(params, rows, number, parallel, consts) -> (value, aux)` of one microbatch, summed over its rows; traced under `parallel`.
       rows: leaves [rows, ...], split into microbatches as `microbatches` says.
-      consts: the other arrays that the loss needs, replicated over the stages; it must close over no others.
-      stage_sharded: for every parameter whether dim 0 is sharded over the stages.
+      consts: the other arrays that the loss needs, which have no gradients; it must close over no others.
+      stage_sharded: for every parameter whether dim 0 is sharded over the stages; `consts_sharded`, a tree prefix: for every other array.
       layers_per_stage: from a stack's layers to those of a stage, where parameters are replicated over the stages.
 
     Returns:
@@ -147,8 +148,10 @@ def run_1f1b(
         grads = jax.tree.map(reduce, grads, stage_sharded)
         return grads, jax.tree.map(lambda a: collectives.all_reduce(a, (axis, *row_axes)), aux)
 
-    specs = jax.tree.map(lambda is_sharded: PartitionSpec(axis) if is_sharded else PartitionSpec(), stage_sharded)
-    in_specs = (specs, row_spec(row_axes), PartitionSpec())
+    specs, consts_specs = jax.tree.map(
+        lambda is_sharded: PartitionSpec(axis) if is_sharded else PartitionSpec(), (stage_sharded, consts_sharded)
+    )
+    in_specs = (specs, row_spec(row_axes), consts_specs)
     run = parallel.shard_map((axis, *row_axes), region, in_specs=in_specs, out_specs=(specs, PartitionSpec()))
     return run(params, rows, consts)
 

@@ -247,12 +247,15 @@ class Layers:
     def __init__(self, module: nnx.Module):
         self._module = module
         self._graphdef, *parts = nnx.split(module, nnx.Param, nnx.RngKey, ...)
-        self.paths = {
+        owners = {
             "/".join(map(str, path)): variable.get_metadata()[PATH]
             for path, variable in nnx.to_flat_state(parts[0])
             if PATH in variable.get_metadata()
         }
-        params, keys, self.kept = (nnx.to_pure_dict(part) for part in parts)
+        params = nnx.to_pure_dict(parts[0], lambda variable: variable.get_raw_value())  # codes of quantized ones, not their values
+        keys, self.kept = (nnx.to_pure_dict(part) for part in parts[1:])
+        parts_of_owners = ((name, name if name in owners else name.rpartition("/")[0]) for name in flatten(params))  # codes and scales
+        self.paths = {name: owners[owner] + name.removeprefix(owner) for name, owner in parts_of_owners if owner in owners}
         self.params = jax.tree.map(lambda x: checkpoint_name(x, LAYER_PARAMS), params)
         self._impls = jax.tree.map(jax.random.key_impl, keys)
         self.keys = jax.tree.map(jax.random.key_data, keys)
@@ -334,15 +337,20 @@ def run_layers(
     (params, *others), paths = xs, layers.paths
     communication = Communication(functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths))
     remat_policy = gather.remat_policy(next(path.removesuffix(f"/{name}") for name, path in paths.items()))
-    full = jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], params))
+    flat, structure = flatten(params), jax.tree.structure(params)
+    trained = {name: leaf for name, leaf in flat.items() if name not in paths or gather.trains(paths[name])}
+    frozen = {name: leaf for name, leaf in flat.items() if name not in trained}
+    full = jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], flat))
 
-    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
+    def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
+        leaves = full[0] | full[1]
         with recomputed_by_caller(remat_policy is not None):
-            return _same_shape(run_layer, x, (full, *others))
+            return _same_shape(run_layer, x, (jax.tree.unflatten(structure, [leaves[name] for name in flat]), *others))
 
     residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
     policy_of = gathered_policy(full, remat_policy)
-    return scan_gathered(communication, run, x, Stack(params, tuple(others), residuals), policy_of=policy_of, unroll=unroll)
+    stack = Stack(trained, tuple(others), residuals, frozen)
+    return scan_gathered(communication, run, x, stack, policy_of=policy_of, unroll=unroll)
 
 
 @contextlib.contextmanager

@@ -241,7 +241,7 @@ def microbatches(rows: int, parts: int) -> list[int]:
 
 def remats(placed: PlacedModel) -> tuple[Remat, ...]:
     """What a model may recompute: each repeated submodule separately, or the whole forward pass where none repeats."""
-    paths = list(flatten(placed.abstract_state.params))
+    paths = [*flatten(placed.abstract_state.params), *flatten(placed.abstract_state.frozen)]
     stacks = {path.partition("/layers/")[0] + "/layers" for path in placed.model.stacks() if "/layers/" in path}
     rest = [path for path in paths if not any(path.startswith(stack) for stack in stacks)]
     numbered = {match.group(1) + "*" for path in rest if (match := re.match(r"(.*?[/_])\d+/.+/", path))}  # blocks/0/up/kernel

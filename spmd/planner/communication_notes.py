@@ -57,8 +57,8 @@ def gathered_stacks(program: Program, traffic: Traffic, cluster: Cluster, least:
     placed, sync = program.placed, program.sync
     mesh, layout = placed.resolved.mesh, placed.resolved.layout
     stacks = {}  # by the number of elements on a device, once gathered
-    for path in placed.model.stacks():
-        place = placed.resolved.placements[path]
+    for path in placed.model.stacks().keys() & placed.resolved.all_placements.keys():
+        place = placed.resolved.placement(path)
         if path not in sync.layerwise and any(keep_axes(place.spec, sync.mesh_axes.data_axes)):
             stacks[math.prod(place.shape) // num_shards(keep_axes(place.spec, sync.mesh_axes.model_axes), mesh)] = path
     found = [

@@ -52,7 +52,8 @@ def divided_activations(alone: PlanData) -> float:
 
     One for gradients, and one for parameters in the dtype of the computation and their gradients: on a mesh these need not be full.
     """
-    return max(0.0, alone.memory.temporaries - 2.0 * sum(map(nbytes, jax.tree.leaves(alone.program.placed.abstract_variables.params))))
+    arrays = alone.program.placed.abstract_variables
+    return max(0.0, alone.memory.temporaries - 2.0 * sum(map(nbytes, jax.tree.leaves((arrays.params, arrays.frozen)))))
 
 
 def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trainable: Collection[str]) -> LowerBounds:
@@ -65,7 +66,9 @@ def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trai
     state, target = placed.abstract_state, cluster.target
     on_server = placed.resolved.layout.gradients.reduction == "parameter_server"
     trained_params = {path: leaf for path, leaf in flatten(state.params).items() if path in trainable}
-    moved = 0 if on_server else 2 * tree_on_device((trained_params, state.opt))  # each is read and written
+    moved = (
+        0 if on_server else 2 * tree_on_device((trained_params, state.opt)) + tree_on_device(state.frozen)
+    )  # read, and written but for those
     parts = {
         "matrix products, divided evenly": alone.multiplying / cluster.count,
         "reading and writing parameters": moved / (target.memory_bandwidth * target.achieved.memory),

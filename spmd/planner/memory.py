@@ -25,6 +25,7 @@ PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless one of these variables 
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LARGEST = 8  # temporaries that are listed
 TITLES = {  # of fields of `Memory` in reports, where they differ from the field's name
+    "frozen": "frozen parameters",
     "exchange": "codecs and servers",
     "statistics": "statistics, keys, step",
     "constants": "constants in the program",
@@ -39,7 +40,8 @@ class Memory:
     """Bytes on one device; all devices hold the same.
 
     Attributes:
-      parameters, optimizer, exchange, statistics: the state: parameters, optimizer state, the state of codecs and servers, the rest.
+      parameters, frozen, optimizer, exchange, statistics: the state: parameters, those that are not trained, optimizer state, the state of
+        codecs and servers, the rest.
       batch: the arrays of one batch and their weights.
       gradients: reduced gradients, as the optimizer takes them; a part of `temporaries`.
       temporaries: gradients, activations and copies, as XLA has packed them.
@@ -55,6 +57,7 @@ class Memory:
     """
 
     parameters: int
+    frozen: int
     optimizer: int
     exchange: int
     statistics: int
@@ -154,7 +157,7 @@ class Memory:
         return f"fits{chance}: {share}."
 
     def __str__(self) -> str:
-        parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
+        parts = ("parameters", "frozen", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
         sizes = [(TITLES.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
         rows = [(title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]]
         program, *beside = self.items
@@ -211,6 +214,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
     own, lost = program_items(target.overhead, peak, sizes["temp"], exact=compiled.exact)
     return Memory(
         parameters=tree_on_device(state.params),
+        frozen=tree_on_device(state.frozen),
         optimizer=tree_on_device(state.opt),
         exchange=tree_on_device(state.exchange),
         statistics=tree_on_device((state.stats, state.rngs, state.key, state.step)),

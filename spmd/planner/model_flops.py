@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from spmd.jaxpr import equations, inner_jaxprs
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.models.frozen import is_quantized
 from spmd.planner.cost import attention_products
 from spmd.train.activations import Seen
 from spmd.train.compiled_step import Program
@@ -99,7 +100,9 @@ def large_products(program: Program, jaxpr: Any) -> LargeProducts:
     leaves = jax.tree.leaves(program.sample)
     lengths = {size for leaf in leaves for size in leaf.shape[1:]}
     tokens = max((leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)), default=0)
-    matrices = {shape for leaf in jax.tree.leaves(program.placed.abstract_state.params) for shape in (leaf.shape[-2:], leaf.shape[:-3:-1])}
+    state = program.placed.abstract_state
+    weights = jax.tree.leaves((state.params, state.frozen), is_leaf=is_quantized)
+    matrices = {shape for leaf in weights for shape in (leaf.shape[-2:], leaf.shape[:-3:-1])}
     scores, logits = set(), set()
     for equation in equations(jaxpr):
         if equation.primitive.name != "dot_general":

@@ -100,7 +100,8 @@ class PlanData:
         Raises:
           OptionError: there is no such parameter.
         """
-        params = flatten(self.program.placed.abstract_state.params)
+        state = self.program.placed.abstract_state
+        params = flatten(state.params) | flatten(state.frozen)
         if path not in params:
             raise OptionError(f'there is no parameter "{path}".', fix=f"{did_you_mean(path, params)}")
         return params[path]

@@ -84,7 +84,7 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     if not isinstance(plan, Plan):
         raise OptionError(f"saturation({type_name(plan)}).", fix="what spmd.plan returns.")
     placed = plan.program.placed
-    if placed.storage is not None or any(place.copies(plan.mesh) != plan.mesh.size for place in placed.resolved.placements.values()):
+    if placed.storage is not None or any(place.copies(plan.mesh) != plan.mesh.size for place in placed.resolved.all_placements.values()):
         why = f"{plan.layout.source} shards parameters, but data parallelism replicates them on every worker"
         raise OptionError(f"saturation: {why}.", fix='a plan with layout="data_parallel".')
     counts = [1]

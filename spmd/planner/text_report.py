@@ -172,7 +172,7 @@ def explanation(plan: PlanData, path: str) -> Text:
     """
     leaf, placed = plan.parameter(path), plan.program.placed
     resolved, workers = placed.resolved, placed.resolved.data_axes
-    place = resolved.placements[path]
+    place = resolved.placement(path)
     shard = leaf.sharding.shard_shape(leaf.shape)
     spec = f"spec {spec_text(place.spec)}" if any(place.spec) else "replicated"
     lines = [
@@ -185,11 +185,13 @@ def explanation(plan: PlanData, path: str) -> Text:
             where = "in the host's memory, for each device" if in_host_memory(moment) else "on each device"
             lines.append(f"  {name}: {format_bytes(on_device(moment))} {where}")
     gathered_over = [axis for axis in spec_axes(place.spec) if axis in workers]
-    if placed.storage is not None:
+    if placed.storage is not None and path not in resolved.frozen:
         lines.append("  stored by the parameter server, rows sharded over the workers")
     elif gathered_over:
         gathered = format_bytes(on_device(leaf) * num_shards(tuple(gathered_over), plan.mesh))
         lines.append(f"  gathered over {', '.join(gathered_over)} where it is used: {gathered}")
+    if path in resolved.frozen:
+        return Text("\n".join([*lines, "  it is not trained: it has no gradient and no moments"]))
     reduction = plan.layout.gradients.reduction
     if reduction == "reduce_scatter" and not set(spec_axes(placed.exchange.reduction.mean_spec(place))) & set(workers):
         reduction = "all_reduce, because it is not sharded over the workers"
@@ -201,7 +203,8 @@ def placements_text(plan: PlanData) -> Text:
     """Every array of the state, the batch and its weights, with the devices that hold its shards."""
     state, batch, weights, _ = plan.program.arguments
     lines = []
-    for kind, tree in (("params", state.params), ("optimizer", state.opt), ("exchange", state.exchange), ("batch", batch)):
+    trees = {"params": state.params, "frozen": state.frozen, "optimizer": state.opt, "exchange": state.exchange, "batch": batch}
+    for kind, tree in trees.items():
         lines += [f"{kind}/{path}  {describe(leaf)}  {_where(leaf)}" for path, leaf in flatten(tree).items()]
     return Text("\n".join([*lines, f"weights  {describe(weights)}  {_where(weights)}"]))
 

@@ -6,6 +6,7 @@ Example:
   'load'
 """
 
+from spmd.pretrained.adapters import load_adapters, save_adapters
 from spmd.pretrained.folders import load, save
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_adapters", "save", "save_adapters"]

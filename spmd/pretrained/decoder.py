@@ -242,7 +242,8 @@ class Decoder(nnx.Module):
         """
         if hasattr(self.head, "lora_a"):
             raise ModelError(
-                "the decoder's head has adapters.", fix="adapters on other layers, or a loss that calls the model for its logits."
+                "the decoder's head has adapters, so it is more than the matrix that this loss takes.",
+                fix="adapters on other layers, or a loss that calls the model for its logits.",
             )
         head, vocab_dim = (self.embed.embedding, 0) if self.head is None else (self.head.kernel, 1)
         return {"head": head[...], "vocab_dim": vocab_dim, "soft_cap": self.config.final_soft_cap}

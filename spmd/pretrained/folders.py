@@ -21,6 +21,7 @@ from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.models.base import Variables, trace_abstractly
 from spmd.models.flax_nnx import NnxModel, hand_over
+from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
 from spmd.pretrained.architectures import Architecture, find, with_labels
 from spmd.pretrained.links import Link
@@ -61,17 +62,17 @@ class Origin:
         return f"Origin({str(self.files.where)!r}, {len(self.files.tensors)} tensors)"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder.
+def read_config(folder: Path, name: str = CONFIG, fix: str = "model= and name_map=, for a folder without one.") -> dict[str, Any]:
+    """The config.json of a folder, or another JSON object.
 
     Raises:
       PretrainedError: there is none, or it is not a JSON object.
     """
-    path = folder / CONFIG
+    path = folder / name
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PretrainedError(f"{path} cannot be read: {error.strerror}.", fix="model= and name_map=, for a folder without one.") from error
+        raise PretrainedError(f"{path} cannot be read: {error.strerror}.", fix=fix) from error
     except ValueError as error:
         raise PretrainedError(f"{path} is not JSON: {error}.") from error
     if not isinstance(config, dict):
@@ -180,7 +181,7 @@ def load(
       [[3.0, 3.0]]
     """
     path = as_path(folder, "folder")
-    display = _progress(progress)
+    display = show_progress(progress)
     outline = Outline.of(path, model=model, name_map=name_map, mesh=mesh, layout=layout, labels=labels)
     built, abstract = outline.model, outline.abstract
 
@@ -222,7 +223,8 @@ def load(
     return module
 
 
-def _progress(wanted: bool | str) -> Any:
+def show_progress(wanted: bool | str) -> Any:
+    """A progress display, in process 0."""
     display = make_progress(wanted)
     return display if jax.process_index() == 0 else NoProgress()
 
@@ -308,6 +310,7 @@ def save(
     name_map: str | Path | NameMap | None = None,
     max_shard: int | str = "5GB",
     dtype: str | None = None,
+    merged: bool = False,
     progress: bool | str = "auto",
 ) -> Path:
     """Write a model as a folder of safetensors files, with the names, shapes and dtypes of the folder that it was loaded from.
@@ -322,20 +325,26 @@ def save(
       name_map: of `like`, if the model was not loaded; None: the one that was used, or that of the config of `like`.
       max_shard: the bytes of one file, such as "5GB"; a larger tensor has a file of its own.
       dtype: of floating-point tensors; None: as they were.
+      merged: of a model with adapters, merge these into its weights; `save_adapters` writes the adapters instead.
 
     Returns:
       The folder.
 
     Raises:
+      OptionError: a model with adapters without `merged`, or `merged` of one that has none.
       PretrainedError: the folder is not empty or cannot be written, or the model does not fit the name map; nothing was written.
     """
-    target, display = as_path(folder, "folder").absolute(), _progress(progress)
-    module = model if isinstance(model, nnx.Module) else getattr(model, "model", None)
-    if not isinstance(module, nnx.Module):
-        raise OptionError(
-            f"model={short_repr(model)} is {type_name(model)}.", fix="a module that spmd.pretrained.load gave, or a result of fit."
+    target, display, module = as_path(folder, "folder").absolute(), show_progress(progress), module_of(model)
+    if bool(adapter_paths(module)) != merged:
+        why = (
+            "merged=True, and the model has no adapters."
+            if merged
+            else "the model has adapters, which are not in the files that it is from."
         )
-    origin = _origin(module, like, name_map)
+        fix = "leave merged out." if merged else "merged=True, or spmd.pretrained.save_adapters for the adapters alone."
+        raise OptionError(why, fix=fix)
+    module = merge_adapters(module) if merged else module
+    origin = origin_of(module, like, name_map)
     built = wrap(module)
     concrete = built.concrete
     arrays = {path: jnp.asarray(leaf) for path, leaf in flatten((concrete.params, concrete.stats)).items()} if concrete else {}
@@ -360,6 +369,15 @@ def save(
     return target
 
 
+def module_of(model: Any) -> nnx.Module:
+    """A module, or that of a result of `fit`."""
+    module = model if isinstance(model, nnx.Module) else getattr(model, "model", None)
+    if not isinstance(module, nnx.Module):
+        why = f"model={short_repr(model)} is {type_name(model)}."
+        raise OptionError(why, fix="a module that spmd.pretrained.load gave, or a result of fit.")
+    return module
+
+
 def _tensors(link: Link) -> list[Tensor]:
     return [link.tensor] if link.twin is None else [link.tensor, link.twin.tensor]
 
@@ -379,7 +397,7 @@ def _bytes(size: int | str) -> int:
     return count
 
 
-def _origin(module: nnx.Module, like: Any, name_map: Any) -> Origin:
+def origin_of(module: nnx.Module, like: Any = None, name_map: Any = None) -> Origin:
     """The folder whose names are written."""
     origin = getattr(module, ORIGIN, None)
     if like is None:

@@ -91,14 +91,14 @@ class _Matcher:
 
     def _problem(self, rule: TensorRule, tensor: str, why: Sequence[str], fix: str = "", kind: str = "no_match") -> None:
         """Collect a problem of a tensor; equal ones of several layers are one."""
-        key = (rule.number, _pattern(tensor), tuple(map(_without_numbers, why)), fix)
+        key = (rule.number, _pattern(tensor), tuple(map(without_layer, why)), fix)
         self._found.setdefault(key, (rule, why, kind, []))[-1].append(tensor)
 
     @property
     def problems(self) -> list[Problem]:
         """All problems, those of rules first."""
         of_rules = [
-            Problem(f"{rule.name}: {names[0]}", why, fix, _also(names), path=names[0], rule=rule.number, line=rule.line, kind=kind)
+            Problem(f"{rule.name}: {names[0]}", why, fix, also_text(names), path=names[0], rule=rule.number, line=rule.line, kind=kind)
             for (*_, fix), (rule, why, kind, names) in self._found.items()
         ]
         return [*of_rules, *self._problems]
@@ -183,7 +183,7 @@ class _Matcher:
         patterns = [pattern for rule in self._map.tensors for pattern in rule.file]
         for pattern, names in _grouped(name for name in self._tensors if name not in self._claimed):
             fix = did_you_mean(pattern, patterns) if closest(pattern, patterns) else "a [[tensors]] rule, or [[ignored]] with a reason."
-            also = _also(names)
+            also = also_text(names)
             where = f"{printable(names[0], 200)} {describe(self._tensors[names[0]])}"
             self._problems.append(Problem(where, ["no rule maps this tensor."], fix, also, path=names[0], kind="no_rule"))
         empty = {
@@ -197,7 +197,7 @@ class _Matcher:
             place = empty[names[0]]
             why = "no rule maps this array." if rule is None else f"there is no tensor {_missing(rule, names[0])}, which {rule.name} maps."
             fix = "" if rule is not None or not closest(pattern, models) else did_you_mean(pattern, models)
-            also = _also(names)
+            also = also_text(names)
             where = f"{names[0]} {describe(self._arrays[place.path])}" + (
                 "" if place.slot is None else f", layer {place.slot} of {place.path}"
             )
@@ -280,12 +280,12 @@ def _patterns(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(map(_pattern, names)))
 
 
-def _without_numbers(text: str) -> str:
+def without_layer(text: str) -> str:
     """A text with all numbers of layers replaced."""
     return re.sub(r"(?<=[./])\d+(?=[./])", LAYER, text)
 
 
-def _also(names: Sequence[str]) -> str:
+def also_text(names: Sequence[str]) -> str:
     """A line about the tensors after the first that have the same problem."""
     return f"and {len(names) - 1} more, the last is {printable(names[-1], 200)}" if len(names) > 1 else ""
 

@@ -38,6 +38,7 @@ def write_folder(
     beside: Mapping[str, bytes],
     max_shard: int,
     display: Any,
+    stem: str = "model",
 ) -> None:
     """Write a folder, which appears once it is complete. All processes call this.
 
@@ -46,6 +47,7 @@ def write_folder(
       dtypes: of each tensor in the files.
       beside: contents of other files, by name.
       max_shard: bytes of one file; a larger tensor has one of its own.
+      stem: what names of files begin with.
 
     Raises:
       PretrainedError: the folder is not empty, or cannot be written; in all processes.
@@ -73,7 +75,7 @@ def write_folder(
     raise_everywhere(begin, PretrainedError, failure)
     failed: list[Exception] = []
     try:
-        _write_shards(working if writes else None, links, arrays, dtypes, metadata, max_shard, display, failed)
+        _write_shards(working if writes else None, links, arrays, dtypes, metadata, max_shard, display, failed, stem)
         raise_everywhere(finish, PretrainedError, failure)
     finally:
         if writes:
@@ -89,6 +91,7 @@ def _write_shards(
     max_shard: int,
     display: Any,
     failed: list[Exception],
+    stem: str,
 ) -> None:
     """Write all tensors, in `working` if this process writes. After a failure the collectives continue, and nothing more is written."""
     by_tensor: dict[str, list[Link]] = {}
@@ -96,7 +99,7 @@ def _write_shards(
         for each in (link, link.twin) if link.twin is not None else (link,):
             by_tensor.setdefault(each.tensor.name, []).append(each)
     shards = split_shards({name: several[0].tensor for name, several in by_tensor.items()}, dtypes, max_shard)
-    names = [f"model{SUFFIX}"] if len(shards) == 1 else [f"model-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
+    names = [f"{stem}{SUFFIX}"] if len(shards) == 1 else [f"{stem}-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
     sizes = {name: math.prod(several[0].tensor.shape) * dtypes[name].itemsize for name, several in by_tensor.items()}
     gather, done = _Gather(), 0
     display.start(0, sum(sizes.values()) >> 20, "writing")
@@ -112,7 +115,7 @@ def _write_shards(
         weight_map = {name: file for file, tensors in zip(names, shards, strict=True) for name in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         try:
-            (working / f"model{INDEX}").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (working / f"{stem}{INDEX}").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             failed.append(error)
 

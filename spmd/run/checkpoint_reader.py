@@ -14,8 +14,11 @@ import numpy as np
 
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, SpmdError, raise_problems, short_repr
+from spmd.models.frozen import join
+from spmd.nn.layer_order import StageOrder
 from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
 from spmd.run.reshard_checkpoint import (
+    FROZEN,
     OPT,
     PARAMS,
     Packing,
@@ -221,8 +224,8 @@ class CheckpointReader:
             changes = [str(repacking), *changes] if repacking.is_needed and changes else changes
             return map_paths(functools.partial(_take, flat), wanted), changes
 
-    def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree]:
-        """Only parameters and batch statistics, placed as in `wanted`, whatever the optimizer was.
+    def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree, Tree]:
+        """Only parameters, batch statistics and frozen parameters, placed as in `wanted`, whatever the optimizer was.
 
         Raises:
           CheckpointError: arrays of the model that are missing, unexpected, or of another shape or dtype; all of them, in a table.
@@ -231,28 +234,29 @@ class CheckpointReader:
         with self.naming_errors(step):
             repacking = self._repacking(step, meta, wanted, packing, of="model")
             flat = repacking.move(self._read(step, {STATE: repacking.to_read()})[STATE])
-            params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
-            return params, map_paths(lambda path, leaf: _take(flat, f"{STATS}/{path}", leaf), wanted.stats)
+            trees = ((PARAMS, wanted.params), (STATS, wanted.stats), (FROZEN, wanted.frozen))
+            return tuple(map_paths(lambda path, leaf, of=of: _take(flat, f"{of}/{path}", leaf), tree) for of, tree in trees)  # type: ignore[return-value]
 
     def _repacking(self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str) -> Repacking:
         """How to read a state, or only the model's part; raises if it does not fit."""
 
         def select(arrays: Mapping[str, Any]) -> dict[str, Any]:
             if of == "model":
-                return {path: array for path, array in arrays.items() if path.partition("/")[0] in (PARAMS, STATS)}
+                return {path: array for path, array in arrays.items() if path.partition("/")[0] in (PARAMS, STATS, FROZEN)}
             return {path: array for path, array in arrays.items() if checkpoint_item(path) == STATE}
 
         saved, arrays, packed = select(meta["arrays"]), select(arrays_by_path(wanted)), meta.get("storage")
-        new = packing or Unpacked(abstract(wanted.params))
+        in_order = isinstance(packing, StageOrder) or "stages" in (packed or {})  # of stacks, which may be frozen
+        new = packing or Unpacked(abstract(join(wanted.params, wanted.frozen) if in_order else wanted.params))
         old = packing_from_meta(packed, new.like)
         repacking = Repacking(saved, arrays, old, new, wanted.step.sharding.mesh)
         headline, problems, is_packed = f"the checkpoint of step {step} in {self.folder}", [], packed is not None or repacking.is_needed
         if is_packed:
             headline += f", {describe_packing(old)},"
-            problems = find_param_mismatches(saved, packed, old)
+            problems = find_param_mismatches(saved, packed, old, {*flatten(wanted.frozen)})
         if problems:  # moments of another model would only repeat what its parameters say
             described = {path: describe(leaf) for path, leaf in arrays.items()}
-            others = [{path: tree[path] for path in tree if path.split("/")[0] not in (PARAMS, OPT)} for tree in (saved, described)]
+            others = [{path: tree[path] for path in tree if path.split("/")[0] not in (PARAMS, FROZEN, OPT)} for tree in (saved, described)]
             problems += find_mismatches(*others)
         else:
             problems = repacking.problems()

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,11 @@ from spmd.sync.param_server.packing import Storage
 from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.xla import from_bits, to_bits
 
-PARAMS, OPT = "params", "opt"  # path prefixes in a state: parameters, and optimizer state that mirrors them
+PARAMS, FROZEN, OPT = (
+    "params",
+    "frozen",
+    "opt",
+)  # path prefixes in a state: parameters, trained or not, and optimizer state that mirrors them
 SAME_PIPELINE = "use the [pipeline] stages and groups of the checkpoint"
 SAME_SERVER = "use the [parameter_server] placement, servers and mode of the checkpoint, on as many positions along the data axes"
 
@@ -168,7 +172,10 @@ class _MirroredArray:
 def _mirrored(path: str, shape: tuple[int, ...], stored: Mapping[str, tuple[StoredGroup, Any]]) -> _MirroredArray | None:
     """The stored array that an array mirrors: an optimizer array belongs to the parameter whose path ends its own."""
     parts = path.split("/")
-    tails = ((start, "/".join(parts[start:])) for start in {PARAMS: range(1, 2), OPT: range(1, len(parts))}.get(parts[0], range(0)))
+    tails = (
+        (start, "/".join(parts[start:]))
+        for start in {PARAMS: range(1, 2), FROZEN: range(1, 2), OPT: range(1, len(parts))}.get(parts[0], range(0))
+    )
     candidates = [_MirroredArray("/".join(parts[:start]), name, stored[name][0].shape == shape) for start, name in tails if name in stored]
     return next((array for array in candidates if array.fits), candidates[0] if candidates else None)
 
@@ -256,25 +263,31 @@ class Repacking:
         return moved
 
 
-def find_param_mismatches(saved: Mapping[str, str], packed: Mapping[str, Any] | None, old: Packing) -> list[Problem]:
+def find_param_mismatches(
+    saved: Mapping[str, str], packed: Mapping[str, Any] | None, old: Packing, frozen: Collection[str]
+) -> list[Problem]:
     """Parameters that do not match the model, by the model's own paths and shapes if the checkpoint has them.
 
     Args:
       saved: dtype and shape of every array of the checkpoint, by path.
       packed: the packing in the checkpoint's metadata.
       old: that packing, applied to this model's parameters.
+      frozen: paths of arrays of parameters that are not trained.
     """
+
+    def named(path: str) -> str:
+        return f"{FROZEN if path in frozen else PARAMS}/{path}"
+
     saved_params = (packed or {}).get("parameters")
     stored = old.like if saved_params else jax.eval_shape(old.pack, old.like)
     now = {path: describe(leaf) for path, leaf in flatten(stored).items() if leaf.size}
-    before = saved_params or {path.removeprefix(f"{PARAMS}/"): text for path, text in saved.items() if path.startswith(f"{PARAMS}/")}
+    of_model = (PARAMS, FROZEN) if frozen and not isinstance(old, Storage) else (PARAMS,)
+    before = saved_params or {path.partition("/")[2]: text for path, text in saved.items() if path.partition("/")[0] in of_model}
     if saved_params and not _has_array_per_param(old) and saved_params == now and list(saved_params) != list(now):
         first = next(path for path, other in zip(saved_params, now, strict=True) if path != other)
         why = f"parameters were packed in the order {first_names(list(saved_params))}, and are now in the order {first_names(list(now))}."
         return [Problem(f"{PARAMS}/{first}", [why], "keep the model's parameters in the order of the checkpoint.")]
-    return find_mismatches(
-        {f"{PARAMS}/{path}": text for path, text in before.items()}, {f"{PARAMS}/{path}": text for path, text in now.items()}
-    )
+    return find_mismatches({named(path): text for path, text in before.items()}, {named(path): text for path, text in now.items()})
 
 
 def find_mismatches(saved: Mapping[str, str], wanted: Mapping[str, str], *, served: bool = False) -> list[Problem]:

@@ -43,7 +43,7 @@ class VmappedTrials:
 
     def _check(self) -> None:
         placed, layout = self.placed, self.placed.resolved.layout
-        sharded = [path for path, place in placed.resolved.placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
+        sharded = [path for path, place in placed.resolved.all_placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
         if placed.storage is not None or sharded:
             does = "keeps parameters on servers" if placed.storage is not None else f"shards {sharded[0]}"
             fix = 'a layout that replicates them, such as "data_parallel".'

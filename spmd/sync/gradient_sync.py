@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import Resolved
 from spmd.specs import Spec, keep_axes, pspec, spec_axes
 from spmd.sync.gradient_plan import GradientSpec, devices_along, plan_gradients
@@ -67,6 +68,16 @@ class GradientSync:
         return plan_gradients(self.resolved, self.mesh_axes, self.reduction)
 
     @functools.cached_property
+    def _frozen_specs(self) -> dict[str, GradientSpec]:
+        """How frozen arrays are sharded."""
+        layout = dataclasses.replace(self.resolved.layout, gradients=Gradients(self.resolved.layout.gradients.reduction))
+        return plan_gradients(Resolved(layout, self.resolved.mesh, self.resolved.frozen), self.mesh_axes, self.reduction)
+
+    def spec(self, path: str) -> GradientSpec:
+        """How a parameter's gradient is sharded; of a frozen array, how it would be."""
+        return self.gradient_specs[path] if path in self.gradient_specs else self._frozen_specs[path]
+
+    @functools.cached_property
     def fragments(self) -> list[list[str]]:
         """Paths that are synchronized in the same step: all of them, or the fragments of local SGD, of nearly equal size."""
         sizes = {path: placement.nbytes for path, placement in self.resolved.placements.items()}
@@ -84,7 +95,12 @@ class GradientSync:
 
     def is_sharded(self, path: str) -> bool:
         """Whether a parameter is sharded over workers."""
-        return any(keep_axes(self.resolved.placements[path].spec, self.mesh_axes.data_axes))
+        return any(keep_axes(self.resolved.placement(path).spec, self.mesh_axes.data_axes))
+
+    def of_quantized(self, path: str) -> bool:
+        """Whether a frozen array is one of codes, or of their scales."""
+        owner = path.rpartition("/")[0]
+        return {f"{owner}/codes", f"{owner}/scales"} <= self.resolved.frozen.keys()
 
     # state between steps ---------------------------------------------------------------------------------------------
 
@@ -135,7 +151,7 @@ class GradientSync:
     def layer_carries(self, comm_state: Memory, *, sums: bool) -> Memory:
         """Of `layerwise`, with which this worker's first microbatch begins: residuals, and, with `sums`, totals of zero; full shapes."""
         carries: Memory = {}
-        for path in sorted(self.layerwise):
+        for path in sorted(self.layerwise & self.resolved.placements.keys()):
             placement, residual = self.resolved.placements[path], comm_state.get(path, {}).get(RESIDUAL)
             carry = {TOTAL: jnp.zeros(placement.shape, placement.dtype)} if sums else {}
             carry |= {RESIDUAL: residual[0]} if residual is not None else {}
@@ -182,8 +198,8 @@ class GradientSync:
         return (axes or None,)
 
     def map_params(self, function: Callable[..., Any], *trees: Tree) -> Tree:
-        """`function(placement, leaf, ...)` over trees of parameters."""
-        return map_paths(lambda path, *leaves: function(self.resolved.placements[path], *leaves), *trees)
+        """`function(placement, leaf, ...)` over trees of parameters, trained or frozen."""
+        return map_paths(lambda path, *leaves: function(self.resolved.placement(path), *leaves), *trees)
 
     def data_spec(self, spec: Spec) -> PartitionSpec:
         """The part of a spec that `jax.shard_map` over the data axes may name."""

@@ -57,6 +57,10 @@ class LayerGather:
         """Whether this parameter is gathered by layer."""
         return path in self.sync.layerwise
 
+    def trains(self, path: str) -> bool:
+        """Whether this parameter has a gradient."""
+        return path in self.sync.resolved.placements
+
     def remat_policy(self, layer: str) -> Callable[..., Any] | None:
         """What the layout says of a stack's layers, by the path of their module; None: nothing."""
         return next((policy for pattern, policy in self.remat if matches(pattern, [layer])), None)
@@ -67,8 +71,14 @@ class LayerGather:
         Args:
           paths: of each parameter in the model, by its path in `shards`.
         """
-        sharded, gathering = self._gathering(paths, shards)
-        return _replaced(paths, shards, dict(zip(sharded, gathering.gather(list(sharded.values())), strict=True)))
+        full: dict[str, jax.Array] = {}
+        for chosen, as_they_are in ((self.trains, False), (self._frozen, False), (self.sync.of_quantized, True)):
+            sharded, gathering = self._gathering(paths, shards, chosen, as_they_are=as_they_are)
+            full |= zip(sharded, gathering.gather(list(sharded.values())), strict=True) if sharded else ()
+        return _replaced(paths, shards, full)
+
+    def _frozen(self, path: str) -> bool:
+        return not self.trains(path) and not self.sync.of_quantized(path)
 
     def reduce(self, paths: Mapping[str, str], shards: Tree, grads: Tree, carries: Memory) -> tuple[Tree, Memory]:
         """Mean gradients of one layer's shards, None for those that are only added up; and the next `carries`, None where nothing changes.
@@ -77,10 +87,12 @@ class LayerGather:
           grads: of full parameters; those that are not gathered by layer stay as they are.
           carries: residuals, and sums over earlier microbatches, of one layer, by path in the model.
         """
-        sharded, gathering = self._gathering(paths, shards)
+        sharded, gathering = self._gathering(paths, shards, self.trains)
         full = {paths[name]: leaf.astype(sharded[paths[name]].dtype) for name, leaf in flatten(grads).items() if paths.get(name) in sharded}
         full |= {path: carry[TOTAL] + full[path] for path, carry in carries.items() if TOTAL in carry}
         after = {path: dict.fromkeys(carry) for path, carry in carries.items()}
+        if not sharded:
+            return grads, after
         if self.only_sums:
             return _replaced(paths, grads, dict.fromkeys(sharded)), {path: entry | {TOTAL: full[path]} for path, entry in after.items()}
         memory = {number: carries[path][RESIDUAL] for number, path in enumerate(sharded) if RESIDUAL in carries.get(path, {})}
@@ -88,15 +100,19 @@ class LayerGather:
         after |= {path: after[path] | {RESIDUAL: residuals[number]} for number, path in enumerate(sharded) if number in residuals}
         return _replaced(paths, grads, dict(zip(sharded, means, strict=True))), after
 
-    def _gathering(self, paths: Mapping[str, str], shards: Tree) -> tuple[dict[str, jax.Array], Gathering]:
-        """The arrays that are gathered, by path in the model, and how."""
+    def _gathering(
+        self, paths: Mapping[str, str], shards: Tree, chosen: Callable[[str], bool], *, as_they_are: bool = False
+    ) -> tuple[dict[str, jax.Array], Gathering]:
+        """The arrays that are gathered, by path in the model, and how; of those `chosen`. `as_they_are`: in their dtype."""
         sync = self.sync
-        sharded = {paths[name]: leaf for name, leaf in flatten(shards).items() if paths.get(name) in sync.layerwise}
-        specs = [sync.gradient_specs[path] for path in sharded]
+        named = {paths[name]: leaf for name, leaf in flatten(shards).items() if paths.get(name) in sync.layerwise}
+        sharded = {path: leaf for path, leaf in named.items() if chosen(path)}
+        specs = [sync.spec(path) for path in sharded]
         model_axes = sync.mesh_axes.model_axes if specs and specs[0].nested else ()
         along = tuple(pspec(spec.model_spec[self.stacked :]) for spec in specs) if model_axes else ()
         transfers = tuple(_transfer(spec, self.stacked) for spec in specs)
-        return sharded, Gathering(transfers, sync.resolved.layout.gradients.weights, self.dtype, model_axes, along)
+        weights, dtype = ("exact", None) if as_they_are else (sync.resolved.layout.gradients.weights, self.dtype)
+        return sharded, Gathering(transfers, weights, dtype, model_axes, along)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +126,22 @@ class LayerReplicate:
         """Whether this parameter is gathered by layer."""
         return path in self.sync.layerwise
 
+    def trains(self, path: str) -> bool:
+        """Whether this parameter has a gradient."""
+        return path in self.sync.resolved.placements
+
     def remat_policy(self, layer: str) -> None:
         """There is no backward pass."""
         del layer
 
     def gather(self, paths: Mapping[str, str], params: Tree) -> Tree:
         """One layer's parameters, replicated over the workers."""
-        mesh_axes, placements = self.sync.mesh_axes, self.sync.resolved.placements
+        mesh_axes, placement = self.sync.mesh_axes, self.sync.resolved.placement
 
         def replicate(name: str, leaf: jax.Array) -> jax.Array:
             if paths.get(name) not in self.sync.layerwise:
                 return leaf
-            return constrain(mesh_axes, keep_axes(placements[paths[name]].spec, mesh_axes.model_axes)[self.stacked :], leaf)
+            return constrain(mesh_axes, keep_axes(placement(paths[name]).spec, mesh_axes.model_axes)[self.stacked :], leaf)
 
         return map_paths(replicate, params)
 
@@ -150,7 +170,7 @@ def _trimmed(spec: Spec) -> Spec:
 
 def full_bytes(sync: GradientSync, path: str) -> int:
     """Bytes of a parameter on one device, once it is gathered."""
-    placement = sync.resolved.placements[path]
+    placement = sync.resolved.placement(path)
     return placement.nbytes // num_shards(keep_axes(placement.spec, sync.mesh_axes.model_axes), sync.resolved.mesh)
 
 
@@ -173,7 +193,7 @@ def _by_layer(sync: GradientSync) -> bool:
 
 
 def choose_layerwise(
-    sync: GradientSync, model: Model, jaxpr: Any, params: Tree, blocks: BlockTrace, left: int | None
+    sync: GradientSync, model: Model, jaxpr: Any, params: list[str], blocks: BlockTrace, left: int | None
 ) -> tuple[GradientSync, list[str]]:
     """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and their blocks, if the layout or the bytes
     say so; and notes on what is gathered how. Layers are those of a stack, and blocks: equal siblings, each of which is called once.
@@ -181,21 +201,19 @@ def choose_layerwise(
     The choice depends on the model, the layout and the devices alone: all processes, and a run that resumes on such devices, choose alike.
 
     Args:
-      jaxpr: of the loss; its first inputs are the parameters.
+      jaxpr: of the loss; its first inputs are the parameters, `params` by path.
       blocks: what was recorded in that trace.
       left: bytes of each device's memory that the state leaves; None if devices do not say how much they have.
 
     Raises:
       LayoutError: the layout asks for `gather = "layer"`, and a parameter of a layer cannot be gathered so.
     """
-    declared, placements = sync.resolved.layout.gradients, sync.resolved.placements
+    declared, placements = sync.resolved.layout.gradients, sync.resolved.all_placements
     if not _by_layer(sync):
         return sync, _not_used(sync)
     called = [group for group in blocks.groups if {*group} & {*blocks.order}]
     owners = {path: block for path in placements for group in called for block in group if path.startswith(f"{block}/")}
-    numbers = {
-        path: number for number, path in enumerate(flatten(params)) if (path in model.stacks() or path in owners) and sync.is_sharded(path)
-    }
+    numbers = {path: number for number, path in enumerate(params) if (path in model.stacks() or path in owners) and sync.is_sharded(path)}
     found = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
     if not found or _too_small(sync, found, left):
         return sync, _not_used(sync)
@@ -203,7 +221,7 @@ def choose_layerwise(
     chosen = {path: used for path, used in found.items() if one_by_one or path not in owners}
     reasons = {path: why for path, used in chosen.items() if (why := _why_full(sync, path, used, owners.get(path)))}
     for group in called if one_by_one else ():
-        reasons |= _reasons_of_group(blocks, group, [path for path in found if owners.get(path) in group], reasons)
+        reasons |= _reasons_of_group(sync, blocks, group, [path for path in found if owners.get(path) in group], reasons)
     if declared.gather == "layer":
         headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of stacks, and equal blocks, one by one'
         raise_problems(LayoutError, headline, _problems(reasons, owners, called))
@@ -294,10 +312,12 @@ def _patterns(group: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _size(sync: GradientSync, paths: Iterable[str]) -> str:
-    return format_bytes(sum(sync.resolved.placements[path].nbytes for path in paths))
+    return format_bytes(sum(sync.resolved.placement(path).nbytes for path in paths))
 
 
-def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[str], reasons: Mapping[str, str]) -> dict[str, str]:
+def _reasons_of_group(
+    sync: GradientSync, blocks: BlockTrace, group: tuple[str, ...], paths: list[str], reasons: Mapping[str, str]
+) -> dict[str, str]:
     """Why parameters of equal blocks are gathered in full, beside `reasons`."""
     for block in group:
         count = blocks.order.count(block)
@@ -308,22 +328,25 @@ def _reasons_of_group(blocks: BlockTrace, group: tuple[str, ...], paths: list[st
     names = {block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")} for block in group}
     alike = set.intersection(*names.values())
     refused = {name: path for block in group for name in names[block] if (path := f"{block}/{name}") in reasons}
+    trained = {name: {f"{block}/{name}" in sync.resolved.placements for block in group} for name in alike}
+    why = {name: "that of another block is not trained" for name in alike if len(trained[name]) > 1}
     return {
-        path: f"{ANOTHER}{refused[name]}" if name in refused else "that of another block is not sharded over workers"
+        path: f"{ANOTHER}{refused[name]}" if name in refused else why.get(name, "that of another block is not sharded over workers")
         for block in group
         for name in names[block]
-        if (path := f"{block}/{name}") not in reasons and (name in refused or name not in alike)
+        if (path := f"{block}/{name}") not in reasons and (name in refused or name not in alike or name in why)
     }
 
 
 def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None) -> str | None:
     """Why the parameter of a stack, or of this block, cannot be gathered layer by layer; None if it can."""
-    resolved, spec, data_axes = sync.resolved, sync.gradient_specs[path], sync.mesh_axes.data_axes
-    placement, declared = resolved.placements[path], resolved.layout.gradients
+    resolved, spec, data_axes = sync.resolved, sync.spec(path), sync.mesh_axes.data_axes
+    placement, declared = resolved.placement(path), resolved.layout.gradients
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
     in_order = make_entry(tuple(axis for axis in data_axes if axis in spec_axes(placement.spec)))
     others = sorted(set(used) - {LAYER_PARAMS})
-    given = [option for option in ("start_step", "exact_axes", "diagnostics") if getattr(declared, option)]
+    trains = path in resolved.placements
+    given = [option for option in ("start_step", "exact_axes", "diagnostics") if trains and getattr(declared, option)]
     parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
     recomputed = [parent for parent in parents if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.patterns)]
     # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there; inside one that is not, JAX recomputes no part

@@ -30,7 +30,8 @@ def gather_params(sync: GradientSync, placement: Placement, shard: Any) -> Any:
     if not sync.reduction.manual:
         return constrain(mesh_axes, keep_axes(placement.spec, mesh_axes.model_axes), shard)
     with jax.named_scope("gather_params"):
-        return _gather(sync, placement.spec, shard, mesh_axes.data_axes)
+        gather = _all_gather if sync.of_quantized(placement.path) else _gather
+        return gather(sync, placement.spec, shard, mesh_axes.data_axes)
 
 
 def gather_outside(sync: GradientSync, params: Tree) -> Tree:
@@ -43,6 +44,11 @@ def gather_outside(sync: GradientSync, params: Tree) -> Tree:
     return sync.map_params(gather, params)
 
 
+def gather_frozen(sync: GradientSync, frozen: Tree) -> Tree:
+    """Every array of a parameter that is not trained, replicated over the workers, from this worker's shards."""
+    return sync.map_params(lambda placement, shard: gather_params(sync, placement, shard), frozen)
+
+
 def gather_all(sync: GradientSync, params: Tree) -> Tree:
     """Every parameter, replicated over the workers, from this worker's shards."""
     if sync.reduction.keeps_params:
@@ -51,7 +57,8 @@ def gather_all(sync: GradientSync, params: Tree) -> Tree:
 
 
 def gather_again(sync: GradientSync, backward: Callable, gathered: Tree, params: Tree) -> Callable:
-    """`backward` with those of its residuals that are gathered parameters gathered anew from `params`.
+    """`backward` with those of its residuals that are gathered parameters gathered anew from `params`; two lists of trees, of which some
+    may be frozen.
 
     What `jax.vjp` returns is a pytree of its residuals, and a parameter among them is the array that was passed in.
     """
@@ -60,7 +67,7 @@ def gather_again(sync: GradientSync, backward: Callable, gathered: Tree, params:
     def gather(placement: Placement, old: jax.Array, shard: jax.Array) -> jax.Array:
         return gather_params(sync, placement, shard) if id(old) in kept and needs_gather(placement, sync.mesh_axes) else old
 
-    again = sync.map_params(gather, gathered, params)
+    again = [sync.map_params(gather, *trees) for trees in zip(gathered, params, strict=True)]
     replaced = {id(old): new for old, new in zip(jax.tree.leaves(gathered), jax.tree.leaves(again), strict=True)}
     return jax.tree.map(lambda residual: replaced.get(id(residual), residual), backward)
 
@@ -102,12 +109,13 @@ def _gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...]) -
     """All-gather along `axes`, in the dtype of the layout."""
     if sync.rounds_params and shard.dtype == jnp.float32:
         codec = Bfloat16()
-        return codec.decode(_all_gather(sync.mesh_axes, spec, codec.encode(shard), axes), 0)
-    return _all_gather(sync.mesh_axes, spec, shard, axes)
+        return codec.decode(_all_gather(sync, spec, codec.encode(shard), axes), 0)
+    return _all_gather(sync, spec, shard, axes)
 
 
-def _all_gather(mesh_axes: MeshAxes, spec: Spec, shard: Any, axes: tuple[str, ...]) -> Any:
+def _all_gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...]) -> Any:
     """Per worker: an array that is sharded as `spec`, gathered along those of `axes` that are data axes."""
+    mesh_axes = sync.mesh_axes
 
     def local(x: Any) -> Any:
         for dim, entry in enumerate(spec):

@@ -58,13 +58,14 @@ def choose_accumulation(placed: PlacedModel, sync: GradientSync) -> tuple[Gradie
     The choice depends on the layout, the state and the devices alone: all processes, and a run that resumes on such devices, choose alike.
     """
     declared, count = sync.resolved.layout.gradients.accumulate, placed.config.accumulate
-    if count == 1 or not sync.layerwise:
+    trained = sync.layerwise & sync.resolved.placements.keys()
+    if count == 1 or not trained:
         why = "there is one microbatch" if count == 1 else "no gradients are those of weights that are gathered layer by layer"
         return sync, [] if declared == "auto" else [f'note: [gradients] accumulate = "{declared}" is not used: {why}.']
     state_leaves = placed.memory_left
     layers = dict(placed.model.stacks())  # of each parameter: among how many layers or blocks it is one of the same size
-    layers |= {path: len(group) for group in sync.blocks for block in group for path in sync.layerwise if path.startswith(f"{block}/")}
-    sizes = {path: full_bytes(sync, path) for path in sync.layerwise}
+    layers |= {path: len(group) for group in sync.blocks for block in group for path in trained if path.startswith(f"{block}/")}
+    sizes = {path: full_bytes(sync, path) for path in trained}
     size, two_layers = sum(sizes.values()), sum(2 * size // layers[path] for path, size in sizes.items())
     left = (state_leaves or 0) - two_layers
     fits = state_leaves is not None and size <= ROOM * left

@@ -19,6 +19,7 @@ from spmd.errors import DataError, SpmdError, first_line
 from spmd.jaxpr import equations, has_convolution
 from spmd.layout.compiler import xla_options
 from spmd.models.base import Call, Variables
+from spmd.models.frozen import join
 from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
@@ -41,7 +42,7 @@ from spmd.train.metrics import pack
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss
 from spmd.train.packing_check import check_update
-from spmd.train.precision import cast, compute_dtype
+from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import check_remat
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
@@ -67,7 +68,8 @@ class Program:
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
         chosen: dict[str, None] = {}  # by modules
-        blocks = block_trace(placed.exchange, placed.model, placed.abstract_state.params, placed.memory_left)
+        params, left = placed.abstract_state.params, placed.memory_left
+        blocks = block_trace(placed.exchange, placed.model, join(params, placed.abstract_state.frozen), left)
         trace = functools.partial(trace_objective, placed, self._train_objective, sample, self.rows, seen)
         (value, extra), self._jaxpr = trace(self.schedules, chosen, blocks)
         # what in a batch makes the loss NaN, as the end of a sentence
@@ -80,10 +82,11 @@ class Program:
             placed.given.check_workers()
         placed.model.check_remat(placed.resolved.layout.remat.patterns)
         check_remat(placed, self._jaxpr.jaxpr)
+        placed.model.check_adapters()
         placed.products.check(seen.modules, placed.resolved.layout.source)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
-        params, left = placed.abstract_state.params, placed.memory_left
-        self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, params, blocks, left)
+        inputs = [*flatten(params), *flatten(placed.abstract_state.frozen)]  # of the jaxpr, the first ones
+        self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, inputs, blocks, left)
         self.sync, accumulation = choose_accumulation(placed, self.sync)
         self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self._loss_names = (LOSS, *extra)
@@ -106,7 +109,7 @@ class Program:
     @property
     def accumulated(self) -> str | None:
         """Which gradients of weights that are gathered layer by layer microbatches add up, "local" or "reduced"; None if there are none."""
-        if self.placed.config.accumulate == 1 or not self.sync.layerwise:
+        if self.placed.config.accumulate == 1 or not self.sync.layerwise & self.sync.resolved.placements.keys():
             return None
         return "local" if self.sync.sums_layers else "reduced"
 
@@ -179,7 +182,7 @@ class Program:
 
     def evaluate_in_trace(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """`evaluate`, called inside another trace."""
-        return self._evaluate(state.params, state.stats, state.rngs, batch, weights)
+        return self._evaluate(state.variables, batch, weights)
 
     @functools.cached_property
     def comparison(self) -> Comparison:
@@ -228,12 +231,12 @@ class Program:
     @LEAKS
     def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """Sums and counts of loss and metrics, float32[2, eval_names], in evaluation mode."""
-        return self._run(("evaluate",), state.params, state.stats, state.rngs, batch, weights)
+        return self._run(("evaluate",), state.variables, batch, weights)
 
     @LEAKS
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs in evaluation mode, replicated over all devices."""
-        return self._run(("predict",), state.params, state.stats, state.rngs, inputs)
+        return self._run(("predict",), state.variables, inputs)
 
     def check_inputs(self, inputs: Tree) -> None:
         """Trace the model on inputs of these shapes.
@@ -246,7 +249,7 @@ class Program:
         state = abstract(self.placed.abstract_state)
         try:
             with LEAKS:
-                jax.eval_shape(self._predict, state.params, state.stats, state.rngs, inputs)
+                jax.eval_shape(self._predict, state.variables, inputs)
         except SpmdError:
             raise
         except Exception as error:
@@ -304,28 +307,33 @@ class Program:
     def _sharding(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.placed.mesh, pspec(spec))
 
-    def _bind_model(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
-        variables = Variables(cast(gather_outside(self.sync, params), self._dtype), stats, rngs)
+    def _bind_model(self, variables: Variables) -> Any:
+        params, frozen = (gather_outside(self.sync, tree) for tree in (variables.params, variables.frozen))
+        variables = cast_variables(dataclasses.replace(variables, params=params, frozen=frozen), self._dtype)
         activations = Activations(self.placed.resolved, self.placed.mesh)
         gather = LayerReplicate(self.sync, stacked=False)
-        blocks = GatheredBlocks(gather, self.sync.blocks, variables.params, {}, ahead=False) if self.sync.blocks else None
+        blocks = (
+            GatheredBlocks(gather, self.sync.blocks, join(variables.params, variables.frozen), {}, ahead=False)
+            if self.sync.blocks
+            else None
+        )
         call = Call(training=False, dtype=self._dtype, output_hook=activations, products=self.placed.products, blocks=blocks)
         return self.placed.model.bind(variables, call)
 
-    def _evaluate(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
-        def forward(*variables: Tree) -> tuple:
-            return self._eval_objective(self._bind_model(*variables), batch, jax.random.key(0))
+    def _evaluate(self, variables: Variables, batch: Tree, weights: jax.Array) -> jax.Array:
+        def forward(variables: Variables) -> tuple:
+            return self._eval_objective(self._bind_model(variables), batch, jax.random.key(0))
 
         with parallel_scope(self._outside):
-            value, extra = fuse_attention(forward)(params, stats, rngs)
+            value, extra = fuse_attention(forward)(variables)
         return pack(self._eval_objective.sums(value, extra, weights), self.eval_names)
 
-    def _predict(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
-        def forward(*variables: Tree) -> Tree:
-            return self._bind_model(*variables)(inputs)
+    def _predict(self, variables: Variables, inputs: Tree) -> Tree:
+        def forward(variables: Variables) -> Tree:
+            return self._bind_model(variables)(inputs)
 
         with parallel_scope(self._outside):
-            return fuse_attention(forward)(params, stats, rngs)
+            return fuse_attention(forward)(variables)
 
     @property
     def arguments(self) -> tuple[State, Tree, jax.ShapeDtypeStruct, Tree]:

@@ -14,7 +14,7 @@ from spmd.nn.written_attention import fuse_attention
 from spmd.train.activations import Seen
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective, naming_in_trace
-from spmd.train.precision import cast, compute_dtype
+from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract
 
@@ -43,7 +43,7 @@ def trace_objective(
     parallel = dataclasses.replace(parallel, notes={} if notes is None else notes)
 
     def forward(variables: Variables, batch: Tree, key: Any) -> tuple:
-        variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
+        variables = cast_variables(variables, dtype)
         remat = module_policies(placed.resolved.layout.remat) if training else ()
         call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen, products=placed.products)
         if blocks is not None:

@@ -104,7 +104,8 @@ class MetricRows:
             return set()
         others = self.rows // 2 if self.rows // 2 % self.placed.resolved.workers == 0 and self.rows > 3 else 2 * self.rows
         state = self.placed.abstract_state
-        given = [*map(lambda _: Fixed(), jax.tree.leaves((state.params, state.stats))), *map(lambda _: KEY, jax.tree.leaves(state.rngs))]
+        given = [*map(lambda _: Fixed(), jax.tree.leaves((state.params, state.frozen, state.stats)))]
+        given += map(lambda _: KEY, jax.tree.leaves(state.rngs))
         given += [PerRow(0)] * (len(first.in_avals) - len(given) - 1) + [KEY]
         try:
             found = iter(walked(first, self.trace(rows=others)[1], given, self.rows, others))

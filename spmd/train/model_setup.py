@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.errors import ModelError, OptionError, short_repr
+from spmd.errors import LayoutError, ModelError, OptionError, short_repr
 from spmd.layout.check import fit_layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
@@ -21,6 +21,8 @@ from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
 from spmd.models.base import Model, Variables, trace_abstractly
 from spmd.models.flax_linen import LinenModel
+from spmd.models.flax_nnx import NnxModel
+from spmd.models.frozen import Frozen, FrozenModel, join
 from spmd.models.wrap import wrap
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
@@ -30,6 +32,7 @@ from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
 from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
+from spmd.train.choose_frozen import choose_frozen
 from spmd.train.device_memory import memory_limit, tree_on_device
 from spmd.train.host_memory import check_memory
 from spmd.train.objective import Objective
@@ -102,7 +105,7 @@ class PlacedModel:
         kernels: str | None = None,
         device_memory: int | None = None,
     ):
-        self._given, self.config = wrap(config.model), config
+        self._as_passed, self.config = wrap(config.model), config
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
         self.kernels, self._device_memory = kernels or self.platform, device_memory
@@ -113,10 +116,11 @@ class PlacedModel:
     def with_layout(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "PlacedModel":
         """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
         changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
-        config = dataclasses.replace(self.config, model=self._given, **changed)
+        config = dataclasses.replace(self.config, model=self._as_passed, **changed)
         other = PlacedModel(config, mesh, layout, self.platform, self.kernels, self._device_memory)
         other.learn(self._sample)
-        other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
+        if layout.adapters == self._layout.adapters:
+            other._adapted, other._traced, other._names = self._adapted, self._traced, self._names  # type: ignore[misc]  # as traced here
         return other
 
     def learn(self, sample: Tree) -> None:
@@ -128,10 +132,26 @@ class PlacedModel:
         """The shapes of the first batch; None before it."""
         return self._sample
 
-    @property
+    @functools.cached_property
+    def _adapted(self) -> Model:
+        """The model as it was passed, with the layout's adapters."""
+        adapters, model = self._layout.adapters, self._as_passed
+        if not adapters:
+            return model
+        if not isinstance(model, NnxModel):
+            why = f"{self._layout.source}: [[adapters]] are for layers of flax nnx (nnx.Linear), and the model is of another library."
+            raise LayoutError(why, fix="leave them out, or an nnx.Module.")
+        return model.with_adapters(adapters, self.config.seed)
+
+    @functools.cached_property
     def given(self) -> Model:
-        """The model as it was given, whose parameters are packed in no way."""
-        return self._given
+        """The model with its adapters, whose parameters are packed in no way; those that are not trained have a tree of their own."""
+        return FrozenModel(self._adapted, self.frozen) if self.frozen.paths else self._adapted
+
+    @functools.cached_property
+    def frozen(self) -> Frozen:
+        """Which parameters are not trained, and how they are kept."""
+        return choose_frozen(self._layout, self._adapted, flatten(self._traced.params))
 
     @property
     def device_memory(self) -> int | None:
@@ -153,8 +173,8 @@ class PlacedModel:
     def model(self) -> Model:
         """The model as training sees it: what it is made of is what is kept and updated."""
         if self.order is not None:
-            return StageOrderedModel(self._given, self.order)
-        return self._given if self.storage is None else PackedModel(self._given, self.storage)
+            return StageOrderedModel(self.given, self.order)
+        return self.given if self.storage is None else PackedModel(self.given, self.storage)
 
     @functools.cached_property
     def order(self) -> StageOrder | None:
@@ -162,7 +182,9 @@ class PlacedModel:
         layout, mesh = self._fitted.layout, self._fitted.mesh
         if layout.stage_axis is None:
             return None
-        return make_stage_order(self._given.stacks(), self._own.params, mesh.sizes[layout.stage_axis], layout.pipeline.groups)
+        return make_stage_order(
+            self.given.stacks(), join(self._own.params, self._own.frozen), mesh.sizes[layout.stage_axis], layout.pipeline.groups
+        )
 
     @functools.cached_property
     def storage(self) -> Storage | None:
@@ -184,6 +206,11 @@ class PlacedModel:
         """The parameters of a state as the model itself has them."""
         return params if self.packing is None else jax.jit(self.packing.unpack)(params)
 
+    def variables(self, state: State) -> Variables:
+        """The arrays of a state, as `given` has them."""
+        frozen = state.frozen if self.order is None else jax.jit(self.order.unpack)(state.frozen)
+        return Variables(self.unpacked(state.params), state.stats, state.rngs, frozen)
+
     @functools.cached_property
     def _variables(self) -> Variables:
         if self.storage is None:
@@ -196,11 +223,18 @@ class PlacedModel:
         return self._own
 
     @functools.cached_property
-    def _own(self) -> Variables:
-        if isinstance(self._given, LinenModel) and self._sample is None:
+    def _traced(self) -> Variables:
+        """Shapes and dtypes of all parameters, in place of those that are trained."""
+        if isinstance(self._as_passed, LinenModel) and self._sample is None:
             raise ModelError("a linen module shows its shapes only on data.", fix="trainer.init(batch), with a batch or its shapes.")
         key = jax.eval_shape(lambda: jax.random.key(0))
-        variables = trace_abstractly(lambda k: self._given.init(k, self._run), "the model", key)
+        model = self._adapted  # adapters are arrays if the model has some: they are not made under this trace
+        return trace_abstractly(lambda k: model.init(k, self._run), "the model", key)
+
+    @functools.cached_property
+    def _own(self) -> Variables:
+        params, frozen = jax.eval_shape(self.frozen.split, self._traced.params) if self.frozen.paths else (self._traced.params, {})
+        variables = dataclasses.replace(self._traced, params=params, frozen=frozen)
         counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
         if counted:
             raise ModelError(
@@ -211,20 +245,26 @@ class PlacedModel:
 
     @functools.cached_property
     def _names(self) -> dict[str, tuple]:
-        named = self._given.names(jax.random.key(0), self._run)  # flax takes PartitionSpec.UNCONSTRAINED among them
+        named = self._adapted.names(jax.random.key(0), self._run)  # flax takes PartitionSpec.UNCONSTRAINED among them
         return {path: tuple(name if isinstance(name, str | tuple) else None for name in names) for path, names in named.items()}
 
     @functools.cached_property
     def _fitted(self) -> Resolved:
-        params = flatten(self._own.params)
-        mesh = MeshSpec.parse(self.mesh)
-        layout = without_axes(self._layout, unused_axes(self._layout, mesh))
-        return fit_layout(layout, params, self._names, mesh, self._given.stacks())
+        params, mesh = flatten(self._traced.params), MeshSpec.parse(self.mesh)
+        layout, kept = (
+            without_axes(self._layout, unused_axes(self._layout, mesh)),
+            {path: {} for path in params if path in self.frozen.paths},
+        )
+        for path, leaf in flatten(self._own.frozen).items():  # of a quantized parameter codes and scales, a level below its path
+            kept[path if path in kept else path.rpartition("/")[0]][path] = leaf
+        return fit_layout(layout, params, self._names, mesh, self._adapted.stacks(), kept)
 
     @functools.cached_property
     def resolved(self) -> Resolved:
         """The placement of every parameter, or of what the servers keep in their stead."""
-        return self._fitted if self.storage is None else self.storage.resolved(self._fitted.layout, self._fitted.mesh)
+        if self.storage is None:
+            return self._fitted
+        return dataclasses.replace(self.storage.resolved(self._fitted.layout, self._fitted.mesh), frozen=self._fitted.frozen)
 
     @functools.cached_property
     def exchange(self) -> GradientSync:
@@ -291,7 +331,7 @@ class PlacedModel:
         """A new state, made in place on the mesh."""
         given = self.model.concrete
         if given is not None:
-            place = take if self._given.handed_over else place_copy
+            place = take if self._as_passed.handed_over else place_copy
             state = copy_state(given, self.opening, self.config.seed, self.shardings, self.exchange.init, place)
             self.release()
             return state
@@ -300,9 +340,10 @@ class PlacedModel:
 
     def release(self) -> None:
         """Free the arrays of a model that was handed over, which are in a state now or are not needed."""
-        self._given.release()
+        self._as_passed.release()
+        self._adapted.release()
 
-    def begin(self, params: Tree, stats: Tree) -> State:
+    def begin(self, params: Tree, stats: Tree, frozen: Tree) -> State:
         """A new state of these parameters and statistics, which are on the mesh already and are consumed."""
         given, seed, at = self.model.concrete, self.config.seed, self.shardings
         if given is not None:
@@ -311,15 +352,23 @@ class PlacedModel:
         else:
             with nnx.use_eager_sharding(False):
                 rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()
-        return donate_to_state(Variables(params, stats, rngs), self.opening, seed, at, self.exchange.init)
+        return donate_to_state(Variables(params, stats, rngs, frozen), self.opening, seed, at, self.exchange.init)
 
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
         """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
-        return make_state(wrap(build).init(jax.random.key(seed), self._run), optimizer.init, seed, self.exchange.init)
+        model = wrap(build)
+        if self._layout.adapters and isinstance(model, NnxModel):
+            model = model.with_adapters(self._layout.adapters, seed)
+        variables = (
+            FrozenModel(model, self.frozen).init(jax.random.key(seed), self._run)
+            if self.frozen.paths
+            else model.init(jax.random.key(seed), self._run)
+        )
+        return make_state(variables, optimizer.init, seed, self.exchange.init)
 
     def init_facts(self) -> tuple[dict[str, str], str]:
         """What decides it: facts by name, and a program's text; either may be empty."""
-        given = self.model.concrete
+        given = self._adapted.concrete
         if given is not None:
             return checksums(given), ""
         with nnx.use_eager_sharding(False):

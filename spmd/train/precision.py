@@ -1,10 +1,14 @@
 """Mixed precision: compute in bfloat16, keep parameters, optimizer state and statistics as they are."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from spmd.errors import OptionError, did_you_mean
 from spmd.layout.precision import PRODUCTS
+from spmd.models.base import Variables
+from spmd.models.frozen import is_quantized
 from spmd.tree import Tree
 
 PRECISIONS = {"float32": None, "bfloat16": jnp.bfloat16}
@@ -28,6 +32,12 @@ def cast(tree: Tree, dtype: "jnp.dtype | None") -> Tree:
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, tree)
+
+
+def cast_variables(variables: Variables, dtype: "jnp.dtype | None") -> Variables:
+    """The parameters of a model for its computation: as `cast`, but the scales of quantized ones stay."""
+    frozen = jax.tree.map(lambda leaf: leaf if is_quantized(leaf) else cast(leaf, dtype), variables.frozen, is_leaf=is_quantized)
+    return dataclasses.replace(variables, params=cast(variables.params, dtype), frozen=frozen)
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:

@@ -25,7 +25,7 @@ Opening = Callable[[Tree], Any]  # from the parameters to the optimizer's state 
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt", "stats", "rngs", "key", "exchange"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt", "stats", "rngs", "key", "exchange", "frozen"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -33,13 +33,15 @@ class State:
 
     Attributes:
       step: int32 scalar, updates made so far; on every device.
-      params: the model's parameters, laid out by the layout, in their own dtype.
+      params: the model's parameters that are trained, laid out by the layout, in their own dtype; None in place of all others.
       opt: the optax state, each leaf laid out like its parameter or sharded further; where every worker has its own, [workers, ...] each.
       stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
       rngs: the model's own random streams, as key data; on every device.
       key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
       exchange: what gradient communication keeps, by path: "residual", what each worker's codec has lost, [workers, ...], sharded over
         workers; "codec", a codec's own arrays; and what the workers and servers of a parameter server keep. Empty if nothing is kept.
+      frozen: the model's parameters that are not trained, laid out by the layout, in the dtype or the codes in which they are kept; None in
+        place of all others. Empty if all are trained. They never change: they are here so that a checkpoint holds all of a model.
 
     Example:
       >>> import spmd
@@ -56,11 +58,12 @@ class State:
     rngs: Tree
     key: Any
     exchange: Tree
+    frozen: Tree = dataclasses.field(default_factory=dict)
 
     @property
     def variables(self) -> Variables:
         """The model's part."""
-        return Variables(self.params, self.stats, self.rngs)
+        return Variables(self.params, self.stats, self.rngs, self.frozen)
 
 
 def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -84,7 +87,8 @@ def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory
     """A state at step 0, under a trace; `opening` makes the optimizer's, and `memory` what the exchange of gradients remembers."""
     key = jax.random.key(seed, impl="threefry2x32")
     opt, data = opening(variables.params), jax.random.key_data(key)
-    return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, memory(key, variables.params))
+    exchange = memory(key, variables.params)
+    return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, exchange, variables.frozen)
 
 
 def opening_per_worker(opening: Opening, workers: int) -> Opening:
@@ -101,7 +105,7 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
 
     def param(keys: tuple, leaf: Any) -> NamedSharding:
         del leaf
-        return NamedSharding(mesh, pspec(resolved.placements[path_of(keys)].spec))
+        return NamedSharding(mesh, pspec(resolved.placement(path_of(keys)).spec))
 
     def moment(keys: tuple, leaf: Any) -> NamedSharding:
         if local:
@@ -116,6 +120,7 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
     return dataclasses.replace(
         rest,
         params=jax.tree_util.tree_map_with_path(param, abstract.params),
+        frozen=jax.tree_util.tree_map_with_path(param, abstract.frozen),
         opt=jax.tree_util.tree_map_with_path(moment, abstract.opt),
         exchange=jax.tree.map(lambda spec: NamedSharding(mesh, pspec(spec)), memory, is_leaf=lambda x: isinstance(x, tuple)),
     )
@@ -139,8 +144,7 @@ def replicated_moments(abstract: State, resolved: Resolved) -> list[str]:
 
 def copy_state(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory, place: Callable[..., jax.Array]) -> State:
     """The state at step 0 of a model that was given with its arrays: copied by `place_copy`, or used by `take`."""
-    with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
-    return donate_to_state(jax.tree.map(place, given, with_shardings), opening, seed, shardings, memory)
+    return donate_to_state(jax.tree.map(place, given, shardings.variables), opening, seed, shardings, memory)
 
 
 def take(leaf: Any, sharding: NamedSharding) -> jax.Array:

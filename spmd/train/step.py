@@ -103,7 +103,7 @@ def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events
     # 7 and 8: the optimizer and its update, on global arrays, so that a norm of the gradients is that of all of them
     loss = mean_loss(reduced.metrics)
     params, opt, comm_state = step.rule.update(state, reduced, loss, events)
-    return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state), all_metrics(reduced, events)
+    return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen), all_metrics(reduced, events)
 
 
 def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Reduced, Tree]:
@@ -137,6 +137,7 @@ def shard_over_workers(step: Step, function: Callable, state: State, batch: Tree
     sync, split = step.rule.sync, step.worker.split
     fields, reduced = step.rule.specs(state)
     state = dataclasses.replace(state, **{name: None for name, spec in fields.items() if spec is None})
+    fields |= {"frozen": map_paths(lambda path, _: sync.data_spec(sync.resolved.frozen[path].spec), state.frozen)}
     state_specs = dataclasses.replace(jax.tree.map(lambda _: REPLICATED, state), exchange=sync.data_specs(state.exchange), **fields)
     batch_specs = map_paths(lambda path, _: sync.data_spec(sync.resolved.batch_spec(path)) if split else REPLICATED, batch)
     row_spec = PartitionSpec(step.rule.axes) if split else REPLICATED

@@ -28,7 +28,7 @@ from spmd.train.activations import Seen
 from spmd.train.losses import check_masks, check_targets
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective
-from spmd.train.precision import cast, compute_dtype
+from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.train.row_proof import proved
 from spmd.train.row_values import KEY, Fixed, PerRow
@@ -106,7 +106,7 @@ def proof_of(placed: PlacedModel, loss: Objective, sample: Tree, parts: Parts, t
     dtype, outputs, remat = compute_dtype(placed.config.precision), [], module_policies(placed.resolved.layout.remat)
 
     def call(variables: Variables, batch: Tree, key: Any) -> Any:
-        variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
+        variables = cast_variables(variables, dtype)
         sync = tuple(sizes) if synchronised else ()
         with parallel_scope(dataclasses.replace(UNSHARDED, used=set(), schedules={})):
             asked = Call(True, key, sync_axes=sync, remat=remat, dtype=dtype, output_hook=Seen(placed.resolved))
@@ -118,7 +118,7 @@ def proof_of(placed: PlacedModel, loss: Objective, sample: Tree, parts: Parts, t
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
         return jax.make_jaxpr(call, axis_env=[*sizes.items()])(variables, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
-    given = [*map(lambda _: Fixed(), jax.tree.leaves((variables.params, variables.stats)))]
+    given = [*map(lambda _: Fixed(), jax.tree.leaves((variables.params, variables.frozen, variables.stats)))]
     given += [*map(lambda _: KEY, jax.tree.leaves(variables.rngs)), *map(lambda _: PerRow(0), jax.tree.leaves(sample)), KEY]
     try:
         fewest = rows // parts.count

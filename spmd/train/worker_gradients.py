@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.models.base import Call, Model, Variables
+from spmd.models.frozen import join
 from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
@@ -22,7 +23,7 @@ from spmd.nn.written_attention import fuse_attention
 from spmd.rng import part_key, worker_key
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.layer_gather import LayerGather
-from spmd.sync.parameter_sync import gather_again, gather_all
+from spmd.sync.parameter_sync import gather_again, gather_all, gather_frozen
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
 from spmd.train.metrics import Sums, pack
@@ -133,7 +134,8 @@ class WorkerGradients:
                 return self._of_pipeline(params, state, rows, key, worker, axes), carried
             sync_axes = axes if self.gathers else ()
             loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, sync_axes=sync_axes, only_sums=only_sums)
-            return self._of_microbatch(loss if policy is None else jax.checkpoint(loss, policy=policy), params, carried, rows, key)
+            loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
+            return self._of_microbatch(loss, params, state.frozen, carried, rows, key)
 
         if self.microbatches == 1:
             return microbatch_grads(carried, rows, jnp.int32(0))
@@ -150,16 +152,18 @@ class WorkerGradients:
     def _sums_layers(self) -> bool:
         return self.sync.sums_layers and self.microbatches > 1
 
-    def _of_microbatch(self, loss: Callable, params: Tree, carried: Carried, rows: tuple, key: Any) -> tuple[tuple[Tree, Sums], Carried]:
+    def _of_microbatch(
+        self, loss: Callable, params: Tree, frozen: Tree, carried: Carried, rows: tuple, key: Any
+    ) -> tuple[tuple[Tree, Sums], Carried]:
         """Gradients with respect to the full parameters, and metric sums; what follows."""
-        gathered = self._gather(params)
-        loss = functools.partial(loss, stats=carried.stats, rows=rows, key=key)
+        gathered, gathered_frozen = self._gather(params), gather_frozen(self.sync, self._cast(frozen))
+        loss = functools.partial(loss, frozen=gathered_frozen, stats=carried.stats, rows=rows, key=key)
         value, backward, (sums, stats) = jax.vjp(loss, gathered, carried.layers, has_aux=True)
         if self.gathers and not self.sync.reduction.keeps_params:
             # Gathered parameters are not kept from the forward to the backward pass. They are gathered again from values that
             # depend on the loss, so the compiler cannot merge the two gathers into one.
-            sharded, value = lax.optimization_barrier((params, value))
-            backward = gather_again(self.sync, backward, gathered, self._cast(sharded))
+            sharded, value = lax.optimization_barrier(([params, frozen], value))
+            backward = gather_again(self.sync, backward, [gathered, gathered_frozen], [*map(self._cast, sharded)])
         # Reduced in the backward pass, the gradient of a residual is the next one. There it is that of a mean over rows, as elsewhere.
         has_residuals = any(RESIDUAL in carry for carry in carried.layers.values())
         scale = rows[1].shape[0] * self.microbatches if has_residuals else 1
@@ -174,7 +178,8 @@ class WorkerGradients:
 
     def _cast(self, params: Tree) -> Tree:
         """Those of `GradientSync.layerwise` are cast where they are gathered."""
-        return map_paths(lambda path, leaf: leaf if path in self.sync.layerwise else cast(leaf, self.dtype), params)
+        as_they_are = self.sync.layerwise
+        return map_paths(lambda path, leaf: leaf if path in as_they_are or self.sync.of_quantized(path) else cast(leaf, self.dtype), params)
 
     def _of_pipeline(self, params: Tree, state: State, rows: tuple, key: Any, worker: Any, axes: tuple[str, ...]) -> tuple[Tree, Sums]:
         """`_of_microbatch` of a 1F1B pipeline, which splits the rows into microbatches of its own and keeps no stats."""
@@ -182,11 +187,12 @@ class WorkerGradients:
         count = parts.count * math.prod(map(self.parallel.axis_size, parts.row_axes))
 
         def loss(params: Tree, rows: tuple, part: Any, parallel: ParallelConfig, consts: Tree) -> tuple[jax.Array, Sums]:
-            stats, rngs, key_data, worker = consts
+            frozen, stats, rngs, key_data, worker = consts
             worker_localize = self._localizer(worker, parts.rows * parts.count, axes)
             value, (sums, _) = self._loss(
                 params,
                 {},
+                frozen=frozen,
                 stats=stats,
                 rngs=rngs,
                 rows=rows,
@@ -198,13 +204,15 @@ class WorkerGradients:
             return value, sums
 
         sharded, stacks = self.sync.resolved.layout.stage_axis is not None, self.model.stacks()
+        of_stage, frozen = functools.partial(map_paths, lambda path, _: sharded and path in stacks), self._cast(state.frozen)
         grads, sums = run_1f1b(
             self.parallel,
             loss,
             self._gather(params),
             rows,
-            (state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(worker)),
-            map_paths(lambda path, _: sharded and path in stacks, params),
+            (gather_frozen(self.sync, frozen), state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(worker)),
+            of_stage(params),
+            (of_stage(frozen), False, False, False, False),
             parts,
             layers_per_stage=None if sharded else functools.partial(layers_per_stage, self.parallel),
         )
@@ -215,6 +223,7 @@ class WorkerGradients:
         params: Tree,
         layers: Memory,
         *,
+        frozen: Tree,
         stats: Tree,
         rngs: Tree,
         rows: tuple,
@@ -235,9 +244,9 @@ class WorkerGradients:
         def forward(params: Tree, layers: Memory, batch: Tree) -> tuple[Any, ...]:
             blocks = None
             if gather is not None and self.sync.blocks:
-                blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, params, layers)
+                blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, join(params, frozen), layers)
             call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
-            bound = self.model.bind(Variables(params, stats, rngs), call)
+            bound = self.model.bind(Variables(params, stats, rngs, frozen), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
             last = None if blocks is None else blocks.finish()
             return value, extra, self.model.get_stats(bound), last, parallel.tap and parallel.tap.seen

@@ -12,6 +12,7 @@ import spmd
 from spmd import errors
 from spmd.layout.gradients import Gradients
 from spmd.layout.schema import Layout
+from spmd.layout.trained import Adapter
 from spmd.wire.codec import CODECS, codec_options
 
 
@@ -77,6 +78,8 @@ def keys():
             yield f"[{field.name}]", [key.name for key in dataclasses.fields(field.default) if key.name not in inline]
         elif field.name in ("params", "activations"):
             yield f"[[{field.name}]]", ["path", "spec", "except"]
+        elif field.name == "adapters":
+            yield "[[adapters]]", ["except" if key.name == "except_" else key.name for key in dataclasses.fields(Adapter) if key.compare]
         elif field.name in ("mesh", "axes"):
             yield f"[{field.name}]", []
 
@@ -93,7 +96,7 @@ def test_options_of_codecs_and_the_top_are_listed():
     below = sections("layouts")["[gradients]"]
     assert not [option for codec in CODECS for option in codec_options(codec) if f"`{option}`" not in below]
     assert not [codec for codec in CODECS if f'`"{codec}"`' not in below]
-    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 16 and Gradients().codec == "exact"
+    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 18 and Gradients().codec == "exact"
 
 
 RETURNED = {  # types that public functions return and that users do not construct

@@ -49,6 +49,10 @@ class PackedModel(Model):
         """The model's own."""
         self._model.check_remat(patterns)
 
+    def check_adapters(self) -> None:
+        """The model's own."""
+        self._model.check_adapters()
+
     def rebuild(self, variables: Variables) -> Any:
         """The user's kind of object, with replicated parameters."""
         return self._model.rebuild(jax.jit(self._unpacked)(variables))

@@ -1,0 +1,77 @@
+"""Which parameters of a model a layout's `[train]` and `[[adapters]]` do not train, and how those are kept."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmd.errors import LayoutError, Problem, raise_problems
+from spmd.layout.fixes import first_names, path_fix
+from spmd.layout.schema import Layout
+from spmd.layout.trained import Train
+from spmd.models.base import Model
+from spmd.models.frozen import Frozen
+from spmd.models.quantized import KINDS, block_problem
+from spmd.path_match import matches
+
+
+def choose_frozen(layout: Layout, model: Model, params: Mapping[str, Any]) -> Frozen:
+    """What is not trained of a model with its adapters. In fewer bits are kept matrices; if quantized, kernels of `nnx.Linear` alone.
+
+    Args:
+      params: shapes and dtypes of all parameters, by path.
+
+    Raises:
+      LayoutError: patterns that match nothing, nothing is trained, or nothing frozen where the layout says how, or blocks do not divide.
+    """
+    train, adapters = layout.train, model.adapters()
+    base = [path for path in params if path not in adapters]
+    included = {path for pattern in train.include for path in matches(pattern, base)}
+    if not train.include and not adapters:
+        included = set(base)
+    trained = included - {path for pattern in train.exclude for path in matches(pattern, base)}
+    paths, quantized = frozenset(base) - trained, train.frozen in KINDS
+    stacks, kernels = model.stacks(), model.kernels()
+    lower = {
+        path: params[path].shape
+        for path in params
+        if path in paths and jnp.issubdtype(params[path].dtype, jnp.floating) and len(params[path].shape) - (path in stacks) >= 2
+        if train.frozen is not None and (path in kernels or not quantized)
+    }
+    problems = list(_problems(train, base, trained, adapters)) or list(_problems_of_kept(train, lower))
+    raise_problems(LayoutError, f"{layout.source}: [train] does not fit this model", problems)
+    return Frozen(paths, train.frozen, train.block, frozenset(lower))
+
+
+def _problems(train: Train, base: list[str], trained: Collection[str], adapters: Collection[str]) -> Iterator[Problem]:
+    """Of what is trained."""
+    unmatched = False
+    for key in ("include", "exclude"):
+        for pattern in getattr(train, key):
+            if not matches(pattern, base):
+                unmatched = True
+                yield Problem(f'[train] {key}: "{pattern}" matches no parameter.', [], path_fix(pattern, base), kind="no_match")
+    if unmatched or not base:
+        return
+    if not trained and not adapters:
+        why = f"exclude leaves none of the {len(base)} parameters to train."
+        yield Problem("[train]", [why], f"patterns that leave some of {first_names(base)}.", kind="conflict")
+    if train.frozen is not None and len(trained) == len(base):
+        why = f"all {len(base)} parameters are trained, so none is kept in {train.frozen}."
+        yield Problem("[train] frozen", [why], "leave it out, or say with include what is trained.", kind="unread_key")
+
+
+def _problems_of_kept(train: Train, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+    """Of how the others are kept."""
+    quantized = train.frozen in KINDS
+    if train.frozen is not None and not shapes:
+        what = "a kernel of an nnx.Linear, and only those are quantized" if quantized else "a matrix"
+        fix = 'leave it out, or "bfloat16".' if quantized else "leave it out."
+        yield Problem("[train] frozen", [f"no frozen parameter is {what}."], fix, kind="unread_key")
+    misfits: dict[tuple[str, str], list[str]] = {}
+    for path, shape in shapes.items() if quantized else ():
+        problem = block_problem(shape[-2:], str(train.frozen), train.block)
+        if problem:
+            misfits.setdefault(problem, []).append(path)
+    for (why, fix), paths in misfits.items():
+        yield Problem(f"[train] block   {first_names(paths)}", [why], f"[train] {fix}", path=paths[0], kind="not_divisible")
