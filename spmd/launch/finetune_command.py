@@ -4,6 +4,7 @@ It calls what `docs/pretrained.md` shows in Python. All that can be checked is c
 """
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from spmd.user_paths import as_path, check_free
 
 LENGTH = 2048  # tokens of a row, where the model has as many positions
 WARMUP = 0.03  # of all steps
+RATE, ADAPTER_RATE = 2e-5, 2e-4  # a low-rank adapter learns at higher rates than the weights beside it
 NEEDS = {"save_every": "checkpoint", "eval_every": "eval_data", "sample_every": "sample", "max_new_tokens": "sample"}
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ends
 
@@ -33,6 +35,8 @@ def add_to(commands: Any) -> None:
     add("--out", required=True, metavar="FOLDER", help="where to write the model; is not there yet, or empty")
     add("--layout", default="fsdp", metavar="LAYOUT", help="a shipped name or a TOML file (default: fsdp)")
     add("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's, or all devices on data)")
+    add("--adapters", metavar="FILE", help="a TOML file with [[adapters]] and [train]: train these alone, and write them as PEFT does")
+    add("--merge", action="store_true", help="write the model with its adapters merged into its weights instead")
     _add_text_options(parser.add_argument_group("text"))
     _add_run_options(parser.add_argument_group("training"))
     group = parser.add_argument_group("samples, evaluation and checkpoints")
@@ -61,9 +65,10 @@ def _add_run_options(group: Any) -> None:
     add("--batch-size", type=int, default=8, metavar="ROWS", help="rows of an update, over all devices (default: 8)")
     add("--epochs", type=int, metavar="N", help="how often to read the data (default: once)")
     add("--steps", type=int, metavar="N", help="updates, in place of --epochs")
-    add("--learning-rate", type=float, default=2e-5, metavar="RATE", help="the highest one (default: 2e-5)")
+    rates = f"the highest one (default: {RATE:g}, with adapters {ADAPTER_RATE:g})"
+    add("--learning-rate", type=float, metavar="RATE", help=rates)
     add("--warmup", type=int, metavar="STEPS", help=f"steps until it is reached (default: {WARMUP:.0%} of all)".replace("%", "%%"))
-    add("--weight-decay", type=float, default=0.0, metavar="RATE", help="of matrices, not of norms and biases (default: 0)")
+    add("--weight-decay", type=float, default=0.0, metavar="RATE", help="of matrices and adapters, not of norms and biases (default: 0)")
     add("--clip-norm", type=float, default=1.0, metavar="NORM", help="the largest global norm of a gradient (default: 1)")
     add("--precision", default="bfloat16", metavar="DTYPE", help="of forward and backward pass (default: bfloat16)")
     add("--dtype", default="float32", metavar="DTYPE", help="of the parameters in training (default: float32)")
@@ -86,7 +91,9 @@ def _finetune(options: argparse.Namespace) -> str | int:
     from spmd.run.checkpoint import Checkpoint
 
     join()
-    layout = Layout.load(options.layout)
+    layout = _with_adapters(options, Layout.load(options.layout))
+    if options.learning_rate is None:
+        options.learning_rate = ADAPTER_RATE if layout.adapters else RATE
     length = _check_folder(options, layout)
     data, eval_data = _data(options, options.data, length, shuffle=True), None
     if options.eval_data is not None:
@@ -120,8 +127,34 @@ def _finetune(options: argparse.Namespace) -> str | int:
         again = "nothing was saved" if options.checkpoint is None else "the same command resumes"
         print(f"stopped at step {int(result.state.step)}: {result.stop_reason}; {out} is not written, {again}", file=sys.stderr)
         return INTERRUPTED
-    pretrained.save(result, out)
+    if layout.adapters and not options.merge:
+        pretrained.save_adapters(result, out, base_model=str(as_path(options.folder, "FOLDER").absolute()))
+    else:
+        pretrained.save(result, out, merged=options.merge)
     return f"{out}: {_ended(result)}" if jax.process_index() == 0 else 0
+
+
+def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
+    """The layout with the two tables of `--adapters`.
+
+    Raises:
+      OptionError: the file has other tables or no adapter, the layout has such tables as well, or there is nothing to merge.
+    """
+    from spmd.layout.schema import Layout
+
+    if options.adapters is not None:
+        path = as_path(options.adapters, "--adapters")
+        given = Layout.load(path)
+        alone = Layout(description=given.description, train=given.train, adapters=given.adapters)
+        if given != alone or not given.adapters:
+            why = "it has no [[adapters]]." if not given.adapters else "it has other tables than [train] and [[adapters]]."
+            raise OptionError(f"--adapters {path}: {why}", fix="[[adapters]] and [train] here, and all other tables in the file of --layout.")
+        if layout.adapters or layout.train != Layout().train:
+            raise OptionError(f"--adapters {path}: {layout.source} has [train] or [[adapters]] as well.", fix="one of the two files.")
+        layout = dataclasses.replace(layout, train=given.train, adapters=given.adapters)
+    if options.merge and not layout.adapters:
+        raise OptionError("--merge without adapters.", fix="--adapters FILE, or leave it out.")
+    return layout
 
 
 def _ended(result: Any) -> str:
@@ -146,6 +179,8 @@ def _check_options(options: argparse.Namespace) -> None:
             problems.append(Problem(f"{_flag(name)} {value}", [], f"a whole number from {least.get(name, 1)}."))
     for name, smallest in (("learning_rate", "above 0"), ("clip_norm", "above 0"), ("weight_decay", "from 0")):
         value = getattr(options, name)
+        if value is None:
+            continue
         if not math.isfinite(value) or value < 0 or (value == 0 and smallest == "above 0"):
             problems.append(Problem(f"{_flag(name)} {value:g}", [], f"a number {smallest}."))
     raise_problems(OptionError, "spmd finetune", problems)
@@ -166,11 +201,12 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
 
     from spmd.data.batches import check_batch
     from spmd.data.tokenize import Tokenizer
+    from spmd.losses import next_token
     from spmd.mesh import MeshSpec, make_mesh
     from spmd.pretrained.decoder_config import DecoderConfig
     from spmd.pretrained.folders import CONFIG, Outline, read_config
     from spmd.pretrained.safetensors_files import open_files
-    from spmd.train.model_setup import check_numbers
+    from spmd.train.model_setup import PlacedModel, TrainConfig, check_numbers
 
     check_numbers(options.precision, options.accumulate, options.seed)
     path = as_path(options.folder, "FOLDER")
@@ -191,6 +227,8 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     fields = ("tokens", "targets", "segment_ids", "positions", "mask")
     check_batch(dict.fromkeys(fields, row), outline.layout or layout, MeshSpec.parse(mesh), options.accumulate)
     outline.match(open_files(path))
+    run = TrainConfig(outline.model, next_token, _optimizer(options, 100), precision=options.precision, seed=options.seed)
+    PlacedModel(run, mesh, layout).resolved  # noqa: B018  # compares adapters, and what trains, with the model
     return length
 
 
@@ -228,10 +266,10 @@ def _optimizer(options: argparse.Namespace, steps: int) -> Any:
 
 
 def _matrices(params: Any) -> Any:
-    """Which parameters decay: kernels and embeddings."""
+    """Which parameters decay: kernels, embeddings and adapters."""
     from spmd.tree import map_paths
 
-    return map_paths(lambda path, _: path.rpartition("/")[2] in ("kernel", "embedding"), params)
+    return map_paths(lambda path, _: path.rpartition("/")[2] in ("kernel", "embedding", "lora_a", "lora_b"), params)
 
 
 def _samples(options: argparse.Namespace, steps: int) -> list[Any]:

@@ -31,6 +31,7 @@ def add_to(commands: Any) -> None:
     add("--top-p", type=float, metavar="P", help="draw from the most likely tokens that have this probability together")
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
     add("--stop", action="append", metavar="TOKEN", help="a token or its id that ends a text; repeatable (default: those the folder names)")
+    add("--adapters", metavar="FOLDER", help="adapters of this model, as spmd finetune --adapters or PEFT has written them")
     add("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's; one device without a layout)")
     add("--layout", metavar="LAYOUT", help="a shipped name or a TOML file")
     add("--dtype", default="file", metavar="DTYPE", help="of the parameters (default: as the files have them)")
@@ -67,6 +68,8 @@ def _generate(options: argparse.Namespace) -> str | int:
     _warn_of_length(folder, max(map(len, prompts)) + options.max_new_tokens)
     layout = options.layout if options.layout is not None or options.mesh is None else "data_parallel"
     model = pretrained.load(folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
+    if options.adapters is not None:
+        pretrained.load_adapters(model, options.adapters)
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p, "seed": options.seed}
     written = generate(model, prompts, max_new_tokens=options.max_new_tokens, stop=stop, layout=layout, **sampled)
     if jax.process_index() != 0:

@@ -77,6 +77,34 @@ def test_a_folder_of_the_same_names_is_written_which_answers(data, tmp_path, cap
     assert json.loads((out / "config.json").read_text()) == json.loads((FOLDER / "config.json").read_text())
 
 
+ADAPTERS = """
+[train]
+frozen = "bfloat16"
+
+[[adapters]]
+modules = "**/{query,value,down}"
+rank = 4
+alpha = 8.0
+"""
+
+
+def test_adapters_are_trained_alone_and_written_as_peft_does(data, tmp_path, capsys):
+    (tmp_path / "lora.toml").write_text(ADAPTERS)
+    adapters, merged, run = tmp_path / "adapters", tmp_path / "merged", ["--adapters", tmp_path / "lora.toml", "--epochs", 8]
+    assert main(words(data, adapters, *run)) == 0 and main(words(data, merged, *run, "--merge")) == 0
+    assert {path.name for path in adapters.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    asked = ["--prompt", "What does the frog say?", "--chat", "chatml", "--max-new-tokens", "5"]
+    capsys.readouterr()
+    answers = []
+    for folder in ([FOLDER], [FOLDER, "--adapters", adapters], [merged]):
+        assert main(["generate", *map(str, folder), *asked]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] != answers[1] == answers[2]
+    given, tuned = tensors(FOLDER), tensors(merged)
+    changed = {name.rpartition("layers.")[2].partition(".")[2] for name in given if given[name] != tuned[name]}
+    assert given.keys() == tuned.keys() and changed == {"self_attn.q_proj.weight", "self_attn.v_proj.weight", "mlp.down_proj.weight"}
+
+
 @pytest.mark.system
 def test_generate_prints_what_the_model_writes(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("The owl")
@@ -108,6 +136,11 @@ def copied(tmp_path, without=(), **config):
     return [folder]
 
 
+def adapters_file(tmp_path, text):
+    (tmp_path / "adapters.toml").write_text(text)
+    return ["--adapters", tmp_path / "adapters.toml"]
+
+
 def full(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("of an earlier run")
@@ -134,6 +167,11 @@ WRONG = {
     "prompt": lambda path: ["--sample", "<|im_end|>"],
     "precision": lambda path: ["--precision", "float8"],
     "chat_format": lambda path: ["--chat", "llama3"],
+    "no_adapters": lambda path: adapters_file(path, '[train]\ninclude = "**"\n'),
+    "adapters_with_other_tables": lambda path: adapters_file(path, f'{ADAPTERS}\n[optimizer]\nshard = "data"\n'),
+    "adapters_that_match_nothing": lambda path: adapters_file(path, ADAPTERS.replace("query", "querry").replace(",value,down", "")),
+    "adapters_twice": lambda path: [*adapters_file(path, ADAPTERS), "--layout", path / "adapters.toml"],
+    "merge_of_nothing": lambda path: ["--merge"],
     "an_encoder": lambda path: [shutil.copytree(FOLDER.parent / "bert_classes", path / "model")],
 }
 
