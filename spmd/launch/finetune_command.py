@@ -148,7 +148,7 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
         alone = Layout(description=given.description, train=given.train, adapters=given.adapters)
         if given != alone or not given.adapters:
             why = "it has no [[adapters]]." if not given.adapters else "it has other tables than [train] and [[adapters]]."
-            raise OptionError(f"--adapters {path}: {why}", fix="[[adapters]] and [train] here, and all other tables in the file of --layout.")
+            raise OptionError(f"--adapters {path}: {why}", fix="[[adapters]] and [train] here, and all other tables in that of --layout.")
         if layout.adapters or layout.train != Layout().train:
             raise OptionError(f"--adapters {path}: {layout.source} has [train] or [[adapters]] as well.", fix="one of the two files.")
         layout = dataclasses.replace(layout, train=given.train, adapters=given.adapters)
