@@ -105,13 +105,16 @@ def _check(options: argparse.Namespace) -> str:
     from spmd.sync.gradient_sync import GradientSync
     from spmd.sync.mesh_axes import MeshAxes
     from spmd.sync.notes import notes
+    from spmd.train.choose_frozen import choose_frozen, with_adapters
     from spmd.tree import flatten
 
     layout, model = load_registered(options.layout, lambda: wrap(_imported(options.model)))
     mesh = _mesh(options.mesh, layout)
     batch = None if options.batch is None else _batch(options.batch)
+    model = with_adapters(model, layout, 0)
     variables, names = _shapes(model, batch)
-    resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks())
+    kept = choose_frozen(layout, model, flatten(variables.params)).arrays(variables.params)
+    resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks(), kept)
     if batch is not None:
         check_batch(batch, layout, mesh, 1)
     mesh_axes = MeshAxes(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes)

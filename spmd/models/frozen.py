@@ -11,7 +11,7 @@ from jax import lax
 
 from spmd.models.base import Call, Model, Variables
 from spmd.models.quantized import KINDS, Quantized, dequantize, quantize
-from spmd.tree import Tree, map_paths
+from spmd.tree import Tree, flatten, map_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,16 @@ class Frozen:
 
     def _keep(self, path: str, leaf: Any) -> Any:
         return _lowered(leaf, self.kept, self.block) if self.kept is not None and path in self.lower else leaf
+
+    def arrays(self, params: Tree) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+        """Of each parameter that is not trained, by path, the arrays in which it is kept, by their paths: of a quantized one two."""
+        if not self.paths:
+            return {}
+        _, kept = jax.eval_shape(self.split, params)
+        arrays: dict[str, dict[str, jax.ShapeDtypeStruct]] = {path: {} for path in flatten(params) if path in self.paths}
+        for path, leaf in flatten(kept).items():
+            arrays[path if path in arrays else path.rpartition("/")[0]][path] = leaf
+        return arrays
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # array by array, where it lies

@@ -10,9 +10,24 @@ from spmd.layout.fixes import first_names, path_fix
 from spmd.layout.schema import Layout
 from spmd.layout.trained import Train
 from spmd.models.base import Model
+from spmd.models.flax_nnx import NnxModel
 from spmd.models.frozen import Frozen
 from spmd.models.quantized import KINDS, block_problem
 from spmd.path_match import matches
+
+
+def with_adapters(model: Model, layout: Layout, seed: Any) -> Model:
+    """The model with the layout's adapters, drawn from a key of `seed`.
+
+    Raises:
+      LayoutError: as `add_adapters`; or the model is not one of flax nnx.
+    """
+    if not layout.adapters:
+        return model
+    if not isinstance(model, NnxModel):
+        why = f"{layout.source}: [[adapters]] are for layers of flax nnx (nnx.Linear), and the model is of another library."
+        raise LayoutError(why, fix="leave them out, or an nnx.Module.")
+    return model.with_adapters(layout.adapters, seed)
 
 
 def choose_frozen(layout: Layout, model: Model, params: Mapping[str, Any]) -> Frozen:

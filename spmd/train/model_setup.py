@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.errors import LayoutError, ModelError, OptionError, short_repr
+from spmd.errors import ModelError, OptionError, short_repr
 from spmd.layout.check import fit_layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
@@ -21,7 +21,6 @@ from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
 from spmd.models.base import Model, Variables, trace_abstractly
 from spmd.models.flax_linen import LinenModel
-from spmd.models.flax_nnx import NnxModel
 from spmd.models.frozen import Frozen, FrozenModel, join
 from spmd.models.wrap import wrap
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
@@ -32,7 +31,7 @@ from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
 from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
-from spmd.train.choose_frozen import choose_frozen
+from spmd.train.choose_frozen import choose_frozen, with_adapters
 from spmd.train.device_memory import memory_limit, tree_on_device
 from spmd.train.host_memory import check_memory
 from spmd.train.objective import Objective
@@ -135,13 +134,7 @@ class PlacedModel:
     @functools.cached_property
     def _adapted(self) -> Model:
         """The model as it was passed, with the layout's adapters."""
-        adapters, model = self._layout.adapters, self._as_passed
-        if not adapters:
-            return model
-        if not isinstance(model, NnxModel):
-            why = f"{self._layout.source}: [[adapters]] are for layers of flax nnx (nnx.Linear), and the model is of another library."
-            raise LayoutError(why, fix="leave them out, or an nnx.Module.")
-        return model.with_adapters(adapters, self.config.seed)
+        return with_adapters(self._as_passed, self._layout, self.config.seed)
 
     @functools.cached_property
     def given(self) -> Model:
@@ -251,12 +244,7 @@ class PlacedModel:
     @functools.cached_property
     def _fitted(self) -> Resolved:
         params, mesh = flatten(self._traced.params), MeshSpec.parse(self.mesh)
-        layout, kept = (
-            without_axes(self._layout, unused_axes(self._layout, mesh)),
-            {path: {} for path in params if path in self.frozen.paths},
-        )
-        for path, leaf in flatten(self._own.frozen).items():  # of a quantized parameter codes and scales, a level below its path
-            kept[path if path in kept else path.rpartition("/")[0]][path] = leaf
+        layout, kept = without_axes(self._layout, unused_axes(self._layout, mesh)), self.frozen.arrays(self._traced.params)
         return fit_layout(layout, params, self._names, mesh, self._adapted.stacks(), kept)
 
     @functools.cached_property
@@ -356,9 +344,7 @@ class PlacedModel:
 
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
         """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
-        model = wrap(build)
-        if self._layout.adapters and isinstance(model, NnxModel):
-            model = model.with_adapters(self._layout.adapters, seed)
+        model = with_adapters(wrap(build), self._layout, seed)
         variables = (
             FrozenModel(model, self.frozen).init(jax.random.key(seed), self._run)
             if self.frozen.paths

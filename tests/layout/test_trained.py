@@ -9,6 +9,7 @@ from flax import linen, nnx
 import spmd
 from spmd import Adapter, Train
 from spmd.errors import LayoutError, ModelError, OptionError
+from spmd.launch.cli import main
 from spmd.layout.toml_reader import dumps, loads
 
 X = np.zeros((8, 16), np.float32)
@@ -23,6 +24,10 @@ class Net(nnx.Module):
 
     def __call__(self, x):
         return self.head(self.body(x) + self.embed(jnp.zeros(len(x), jnp.int32)))
+
+
+def make_net():
+    return Net()
 
 
 class LinenNet(linen.Module):
@@ -89,6 +94,14 @@ def test_misfits(case, golden):
 def test_summary_and_plan_name_what_is_frozen(golden):
     trainer = trainer_of(Train(frozen="int8", block=16), (Adapter("body", rank=2),), default=spmd.Default("shard:data"))
     golden("trained_summary", str(trainer.summary()))
+
+
+def test_command_checks_what_trains(tmp_path, capsys):
+    layout = spmd.Layout(train=Train(frozen="int8", block=16), adapters=(Adapter("body", rank=2),))
+    (tmp_path / "lora.toml").write_text(layout.to_toml())
+    arguments = ["layouts", "check", str(tmp_path / "lora.toml"), "--model", "tests.layout.test_trained:make_net", "--mesh", "data=8"]
+    assert main(arguments) == 0
+    assert "body/kernel/codes   int8[16, 16]" in capsys.readouterr().out
 
 
 def test_frozen_parameters_of_linen_and_of_functions():

@@ -114,11 +114,12 @@ def test_adapters_of_some_layers_of_a_list(tmp_path, caplog):
     assert not config["use_rslora"] and config["lora_alpha"] == 16 and config["lora_dropout"] == 0.5
     assert "adapter_config.json holds one dropout, 0.5: that of h.0.down 0.0 is lost." in caplog.text
     assert config["alpha_pattern"]["h.0.down"] == pytest.approx(3.5 * 2**0.5)
-    again, tokens = load_adapters(model(), tmp_path / "adapters"), jnp.arange(8)[None]
-    adapted.eval()
+    again = load_adapters(model(), tmp_path / "adapters")
     assert list(adapter_paths(again)) == ["blocks/0/down", "blocks/1/down", "blocks/2/down"]
-    np.testing.assert_allclose(again(tokens), adapted(tokens), rtol=1e-6, atol=1e-6)
-    assert np.abs(again(tokens) - model()(tokens)).max() > 0.1
+    for layer in range(3):
+        ours, theirs = (each.blocks[layer].down for each in (again, adapted))
+        assert ours.adapter.scale == pytest.approx(theirs.adapter.scale)
+        assert all(np.array_equal(getattr(ours, name)[...], getattr(theirs, name)[...]) for name in NAMES)
 
 
 def test_merged_model_is_saved(tmp_path):
@@ -197,6 +198,7 @@ def test_sharded_training_equals_peft(mesh, layout):
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt)) < 2.1 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.system
 def test_adapters_of_a_layout_are_saved(tmp_path):
     """From a layout's [[adapters]] to a folder for PEFT, and to one without adapters."""
     adapters = (Adapter("**/{query,value}", rank=2), Adapter("**/down", rank=3, alpha=3.0))

@@ -298,3 +298,29 @@ def test_loss_may_read_a_quantized_kernel_itself():
     how = {"optimizer": optax.adam(1e-2), "mesh": "data=8", "layout": layout}
     (_, ours), (_, theirs) = (train(spmd.Trainer(lambda: Net(), loss=one, **how)) for one in (by_hand, loss))
     assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_plan_has_a_line_for_frozen_parameters():
+    layout = dataclasses.replace(fsdp(), train=Train(frozen="nf4", block=4), adapters=ADAPTERS)
+    plan = spmd.plan(lambda: Net(), batch(), loss=loss, optimizer=optax.adam(1e-2), target="8xcpu", layout=layout)
+    state = trainer_of("fsdp", layout.train, ADAPTERS).init()
+    on_device = [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)) for tree in (state.params, state.frozen)]
+    assert [plan.memory.parameters, plan.memory.frozen] == on_device and plan.memory.per_device["frozen"] == on_device[1]
+    assert "frozen parameters" in str(plan)
+    assert "it is not trained" in str(plan.explain("stack/layers/kernel/codes"))
+    assert "frozen/stack/layers/kernel/codes  int8" not in str(plan.placements()) and "frozen/stack/layers/kernel/codes" in str(
+        plan.placements()
+    )
+
+
+@pytest.mark.parametrize("kept", [None, "int8"])
+def test_exported_model_computes_the_same(kept, tmp_path):
+    trainer = trainer_of("fsdp", Train(frozen=kept, block=4 if kept else 64), ADAPTERS)
+    state, _ = train(trainer)
+    x = batch()["x"]
+    spmd.export(trainer, state, tmp_path / "exact")
+    np.testing.assert_allclose(spmd.load_exported(tmp_path / "exact")(x), trainer.predict(state, x), rtol=1e-6, atol=1e-6)
+    report = spmd.export(trainer, state, tmp_path / "int8", weights="int8", check=batch())
+    low = {stored.path for stored in report.arrays if stored.int8}
+    assert ("frozen/stack/layers/kernel" in low) == (kept is None) and "params/stack/layers/lora_a" in low
+    assert not any(path.endswith(("/codes", "/scales")) for path in low)
