@@ -35,7 +35,7 @@ class Communication(NamedTuple):
 
 class Stack(NamedTuple):
     """Leaves [layers, ...]: this worker's shards of parameters, the layers' other variables, and residuals of the gradients; and shards
-    of parameters that have no gradients."""
+    of parameters that have no gradients (then both are dicts, of other keys)."""
 
     shards: Tree
     others: Tree
@@ -59,14 +59,14 @@ class _Loop(NamedTuple):
 
 def scan_gathered(
     communication: Communication,
-    run_layer: Callable[[Tree, tuple[Tree, Tree], Tree], tuple[Tree, Tree]],
+    run_layer: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
     x: Tree,
     stack: Stack,
     *,
     policy_of: Callable[[Any], Callable[..., Any] | None],
     unroll: bool = False,
 ) -> tuple[Tree, Tree]:
-    """`run_layer(x, (full parameters, frozen ones), others) -> (x, kept)` from layer to layer: last x, and what all keep, [layers, ...].
+    """`run_layer(x, full parameters, others) -> (x, kept)` from layer to layer: the last x, and what all layers keep, [layers, ...].
 
     The gradient with respect to `stack.residuals` is the next residuals.
 
@@ -75,7 +75,11 @@ def scan_gathered(
       unroll: the loop, as for a convolution on a CPU.
     """
     full = jax.eval_shape(lambda shards: tuple(map(communication.gather, shards)), stack.at(0))
-    program = InnerProgram(run_layer, x, full, _layer(stack.others, 0))
+
+    def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
+        return run_layer(x, full[0] | full[1] if full[1] else full[0], others)
+
+    program = InnerProgram(run, x, full, _layer(stack.others, 0))
     loop = _Loop(communication, program.recomputed(policy_of, prevent_cse=unroll), unroll)
     return _scan(loop, x, stack, program.constants)
 

@@ -342,10 +342,9 @@ def run_layers(
     frozen = {name: leaf for name, leaf in flat.items() if name not in trained}
     full = jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], flat))
 
-    def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
-        leaves = full[0] | full[1]
+    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
         with recomputed_by_caller(remat_policy is not None):
-            return _same_shape(run_layer, x, (jax.tree.unflatten(structure, [leaves[name] for name in flat]), *others))
+            return _same_shape(run_layer, x, (jax.tree.unflatten(structure, [full[name] for name in flat]), *others))
 
     residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
     policy_of = gathered_policy(full, remat_policy)
