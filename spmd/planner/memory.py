@@ -35,6 +35,19 @@ _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),o
 
 
 @dataclasses.dataclass(frozen=True)
+class Side:
+    """A part of a device's memory that is divided from the rest: where, the bytes expected there, those it has, and how likely these do."""
+
+    where: str
+    expected: int
+    room: int
+    likelihood: float
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.expected)} of {format_bytes(self.room)} {self.where} ({percent(self.likelihood)})"
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device; all devices hold the same.
 
@@ -94,12 +107,18 @@ class Memory:
         return tuple(item for item in self.items if not item.pool)
 
     @property
-    def likelihood(self) -> float:
-        """How likely the step fits: on a GPU in the part that JAX allocates from, and in what that leaves."""
+    def sides(self) -> tuple["Side", ...]:
+        """What each part of the device's memory must hold: on a GPU the part that JAX allocates from, and what that leaves."""
         if self.pool is None:
-            return likelihood(self.items, self.capacity)
-        pool = self._best_pool or self.pool
-        return likelihood(self.inside, pool) * likelihood(self.outside, self.capacity - pool)
+            return (Side("", self.expected, self.capacity, likelihood(self.items, self.capacity)),)
+        pool = round(self._best_pool or self.pool)
+        parts = ("in JAX's part", self.inside, pool), ("beside it", self.outside, self.capacity - pool)
+        return tuple(Side(where, round(total(items)[0]), room, likelihood(items, room)) for where, items, room in parts)
+
+    @property
+    def likelihood(self) -> float:
+        """How likely the step fits: that all sides do, whose parts are off independently of each other."""
+        return math.prod(side.likelihood for side in self.sides)
 
     @property
     def headroom(self) -> int:
@@ -144,6 +163,8 @@ class Memory:
         share += "" if sure else f", from {low} to {high} in nine cases of ten"
         chance = "" if sure else f" with {percent(self.likelihood if self.fits else 1 - self.likelihood)} likelihood"
         share += f", if JAX may use {self.fraction:.0%} of it" if self.fraction else ""
+        if not sure and self.pool is not None and self.likelihood < LIKELY:
+            share += f"; {' and '.join(map(str, self.sides))}"
         if not self.fits:
             left = f"{format_bytes(-self.headroom)} too much" if self.headroom < 0 else f"only {format_bytes(self.headroom)} left"
             return f"DOES NOT FIT{chance}: {share}; {left} on each device."
@@ -178,10 +199,10 @@ def _deviation(item: Item) -> str:
 def percent(likelihood: float) -> str:
     """A likelihood, never rounded to certainty.
 
-    >>> percent(0.973), percent(0.99999)
-    ('97%', 'more than 99%')
+    >>> percent(0.973), percent(0.99999), percent(1e-6)
+    ('97%', 'more than 99%', 'less than 1%')
     """
-    return "more than 99%" if likelihood > 0.99 else f"{likelihood:.0%}"
+    return "more than 99%" if likelihood > 0.99 else "less than 1%" if likelihood < 0.01 else f"{likelihood:.0%}"
 
 
 def memory_fraction() -> float | None:
