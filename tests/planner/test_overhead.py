@@ -112,7 +112,7 @@ def test_the_verdict_is_a_likelihood():
     assert verdicts[9].verdict.endswith(sides), "6 % are 24 % of 24 %"
     assert verdicts[9].likelihood == math.prod(side.likelihood for side in verdicts[9].sides)
     (alone,) = dataclasses.replace(verdicts[9], pool=None).sides
-    assert (alone.where, alone.room) == ("", 9 * GIB) and alone.likelihood == pytest.approx(0.159, abs=1e-3), "one deviation, of all together"
+    assert (alone.where, alone.room) == ("", 9 * GIB) and alone.likelihood == pytest.approx(0.159, abs=1e-3), "of all together"
     assert [verdicts[size].fits for size in verdicts] == [True, True, False]
     assert (
         dataclasses.replace(verdicts[10], items=verdicts[10].items[:1]).verdict
