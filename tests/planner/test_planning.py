@@ -717,13 +717,36 @@ def test_saturation_finds_the_knee():
     assert curve.shares["exact"] == 1.0 and curve.shares["bfloat16"] == 0.5
     assert curve.shares["int8"] == (1 + 4 / 256) / 4, "a byte, and a float32 of scale for each block, where float32 takes four"
     times = plan.timeline
-    assert curve.rates["exact"][0] == pytest.approx(4096 / (times.launches + 4 * (times.products + times.memory)))
+    at = dict(zip(curve.devices, curve.rates["exact"], strict=True))
+    assert curve.planned == 4 and at[4] == pytest.approx(plan.rows_per_second), "the plan itself"
+    assert 1 / at[1] < (times.launches + 4 * (times.products + times.memory)) / 4096, "the update takes as long for any number of rows"
     assert 1 < curve.knee("exact") <= curve.knee("bfloat16") <= curve.knee("int8") < 1024, "codecs that send less scale further"
     assert curve.rates["exact"][-1] < curve.rates["bfloat16"][-1] < curve.rates["int8"][-1]
     assert all(a <= b <= c for a, b, c in zip(*(curve.rates[name] for name in ("exact", "bfloat16", "int8")), strict=True))
     text = str(curve).splitlines()
     assert text[0].split() == ["devices", "exact", "(1.00)", "bfloat16", "(0.50)", "int8", f"({curve.shares['int8']:.2f})"]
     assert sum(line.count("<") for line in text[1:12]) == 3
+    few = dataclasses.replace(curve, devices=(1, 2), rates={codec: line[:2] for codec, line in curve.rates.items()})
+    assert few.knee("exact") == 2 and not any("<" in line for line in str(few).splitlines()[1:3]), "nothing is known of 4"
+    assert "<circle" not in few._repr_html_() and "<circle" in curve._repr_html_()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("workers", [4, 6])
+def test_saturation_agrees_with_plans(workers):
+    """An update that takes most of the time: its own plan exactly, and others nearly, of which the table has those that divide the rows."""
+    wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((512, 512))}, lambda params, x: x @ params["w"])
+    batch = {name: jax.ShapeDtypeStruct((96, 512), "float32") for name in "xy"}
+    step = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1)}
+    plans = [spmd.plan(wide, batch, **step, target=f"1x{count}xcpu") for count in (workers, 2 * workers)]
+    curves = [spmd.saturation(plan, codecs=["exact"]) for plan in plans]
+    assert curves[0].devices == curves[1].devices == {4: (1, 2, 4, 8, 16, 32), 6: (3, 6, 12, 24, 48, 96)}[workers]
+    for plan, curve in zip(plans, curves, strict=True):
+        assert curve.rates["exact"][curve.devices.index(plan.cluster.count)] == pytest.approx(plan.rows_per_second, rel=1e-12)
+    if workers == 4:  # 8 are on one node, as planned
+        assert curves[0].rates["exact"][3] == pytest.approx(plans[1].rows_per_second, rel=0.03)
+    assert f"The rows cannot be divided evenly over {2 * curves[0].devices[-1]} devices." in " ".join(str(curves[0]).split())
+    assert "divided evenly" not in str(spmd.saturation(plans[0], codecs=["exact"], most=2 * workers))
 
 
 def test_saturation_is_of_data_parallelism():
