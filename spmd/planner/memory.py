@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping
 
 import jax
 
@@ -14,9 +15,12 @@ from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
 from spmd.planner.target import Cluster, Target
 from spmd.specs import spec_axes
+from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.train.compiled_step import Program
 from spmd.train.device_memory import in_host_memory, on_device, tree_on_device
 from spmd.tree import Tree, flatten, format_bytes, nbytes
+from spmd.wire.reduction import RESIDUAL
+from spmd.wire.server.arrivals import HELD, SQUARES, SUM
 
 LIKELY = 0.95  # how likely a step fits that is not called tight
 DEVIATIONS = 1.645  # of a normal distribution, to either side, within which are nine in ten
@@ -30,6 +34,15 @@ TITLES = {  # of fields of `Memory` in reports, where they differ from the field
     "constants": "constants in the program",
     "fresh": "results not in the state",
     "beside": "beside the program",
+}
+EXCHANGE = {  # the parts of the state of codecs and servers, by their keys
+    OWN: "weights of the worker",
+    READ: "weights last received",
+    HELD: "weights that workers read",
+    OUTER: "outer momentum",
+    SUM: "gradients at the server",
+    SQUARES: "mean squares of gradients",
+    RESIDUAL: "residuals of codecs",
 }
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)")
 
@@ -53,8 +66,9 @@ class Memory:
 
     Attributes:
       parameters, optimizer, exchange, statistics: the state: parameters, optimizer state, the state of codecs and servers, the rest.
+      exchange_parts: what `exchange` consists of, by what it is.
       batch: the arrays of one batch and their weights.
-      gradients: reduced gradients, as the optimizer takes them; a part of `temporaries`.
+      gradients: as the optimizer takes them: reduced, or a worker's where each has an optimizer; a part of `temporaries`.
       temporaries: gradients, activations and copies, as XLA has packed them.
       constants: arrays in the model's code that are not in its state, such as a numpy table.
       fresh: results that reuse no argument's buffer; the full state if it is not donated.
@@ -84,6 +98,7 @@ class Memory:
     items: tuple[Item, ...]
     pool: int | None
     pool_is_set: bool
+    exchange_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def expected(self) -> int:
@@ -150,7 +165,7 @@ class Memory:
     @property
     def per_device(self) -> dict[str, int]:
         """All figures by name, in bytes."""
-        others = ("largest", "items", "pool", "pool_is_set")
+        others = ("largest", "items", "pool", "pool_is_set", "exchange_parts")
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in others}
         return sizes | {"expected": self.expected, "headroom": self.headroom}
 
@@ -176,7 +191,10 @@ class Memory:
 
     def __str__(self) -> str:
         parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
-        sizes = [(TITLES.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
+        titles = TITLES | ({"parameters": "parameters of servers"} if EXCHANGE[OWN] in self.exchange_parts else {})
+        sizes = {name: {titles.get(name, name): getattr(self, name)} for name in parts if getattr(self, name)}
+        sizes |= {"exchange": self.exchange_parts} if self.exchange else {}
+        sizes = [(title, size) for part in sizes.values() for title, size in part.items()]
         rows = [(title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]]
         program, *beside = self.items
         rows.append(("peak", self.peak, f"  +- {format_bytes(round(program.deviation))}" if program.deviation else ""))
@@ -229,6 +247,9 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
     constants = sum(int(size) for size in re.findall(r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE))
     peak, batch_size = arguments + constants + fresh + sizes["temp"] + sizes["generated_code"], tree_on_device((batch, weights, events))
     beside = overhead_items(module, cluster, batch_size)
+    by_kind = Counter[str]()
+    for kind, leaf in ((kind, leaf) for entry in state.exchange.values() for kind, leaf in entry.items()):
+        by_kind[EXCHANGE.get(kind, TITLES["exchange"])] += tree_on_device(leaf)
     own, lost = program_items(target.overhead, peak, sizes["temp"], exact=compiled.exact)
     return Memory(
         parameters=tree_on_device(state.params),
@@ -236,7 +257,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
         exchange=tree_on_device(state.exchange),
         statistics=tree_on_device((state.stats, state.rngs, state.key, state.step)),
         batch=batch_size,
-        gradients=_gradients(program, state.params),
+        gradients=by_kind[EXCHANGE[OWN]] or _gradients(program, state.params),
         temporaries=sizes["temp"],
         constants=constants,
         fresh=fresh,
@@ -248,6 +269,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
         items=(own, *([lost] if lost.expected else []), *beside),
         pool=usable_memory(target) if target.platform == "cuda" else None,
         pool_is_set=target.platform == "cuda" and memory_fraction() is not None,
+        exchange_parts={title: size for title, size in by_kind.items() if size},
     )
 
 

@@ -232,6 +232,7 @@ def to_json(plan: PlanData, **more: Any) -> str:
         "rows": plan.rows,
         "fits": plan.fits,
         "memory": plan.memory.per_device
+        | {"exchange_parts": dict(plan.memory.exchange_parts)}
         | {name: [dataclasses.asdict(one) for one in getattr(plan.memory, name)] for name in ("items", "sides")}
         | {name: getattr(plan.memory, name) for name in ("range", "likelihood", "pool", "fraction")},
         "traffic": [transfer | {"arrays": [str(array) for array in transfer["arrays"]]} for transfer in transfers],

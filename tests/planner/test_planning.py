@@ -436,6 +436,11 @@ def test_plan_notes_communication_in_some_steps_only():
     assert any(transfer.conditional for transfer in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)
     assert any("sent only in steps that synchronize workers" in note for note in plan.notes)
     assert not any(transfer.conditional for transfer in make_plan().traffic.transfers)
+    memory, weights = plan.memory, sum(leaf.size * 4 for leaf in jax.tree.leaves(plan.program.placed.abstract_state.params))
+    trained = ("weights of the worker", "weights last received", "residuals of codecs")
+    assert [memory.exchange_parts[part] for part in trained] == [weights] * 3 and memory.gradients == weights == 8 * memory.parameters
+    assert sum(memory.exchange_parts.values()) == memory.exchange and memory.exchange_parts["outer momentum"] == weights // 8
+    assert all(f"\n{part} " in str(memory) for part in memory.exchange_parts) and "parameters of servers" in str(memory)
 
 
 def looping(params, x):
