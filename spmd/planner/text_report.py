@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from spmd.fields import as_toml
@@ -35,6 +36,11 @@ def text(plan: PlanData) -> str:
         ("largest costs", costs_text(plan)),
     )
     return filled("\n\n".join([headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)]))
+
+
+def with_sections(report: str, more: Mapping[str, str]) -> str:
+    """A report, and further sections by their titles."""
+    return "\n\n".join([report, *(f"{title.upper()}\n{body}" for title, body in more.items())])
 
 
 def _requested(plan: PlanData) -> str:

@@ -391,6 +391,7 @@ def test_the_command_plans_what_a_script_trains(script, capsys):
     ("words", "wanted"),
     [
         (("plan", "train.py", "--target", "16xcpu"), "MeshError: mesh data=8 does not use the 16 devices of target 1x16xcpu exactly."),
+        (("plan", ".", "--target", "cpu"), 'OptionError: "." is a folder.'),
         (("plan", "gone.py", "--target", "cpu"), 'OptionError: there is no file "gone.py".'),
         (("plan", "empty.py", "--target", "cpu"), "OptionError: empty.py never called spmd.fit, so there is nothing to plan."),
         (("plan", "train.py", "--target", "cpu", "--", "--wide", "3"), "OptionError: train.py ended (2) before it called spmd.fit."),
@@ -698,7 +699,7 @@ def test_page_is_self_contained_and_escaped(tmp_path):
     assert [f"node {number}" in drawings[1] for number in range(3)] == [True, True, False]
     assert "device 7: data 3, model 1" in drawings[1]
     assert plan._repr_html_() in text and str(plan) + "\n" == plan.save(tmp_path / "plan.txt").read_text(encoding="utf-8")
-    with pytest.raises(SpmdError, match=r"fix: \.html or \.txt"):
+    with pytest.raises(SpmdError, match=r"fix: a name that ends in \.html or \.txt"):
         plan.save(tmp_path / "plan.pdf")
 
 

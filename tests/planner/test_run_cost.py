@@ -1,6 +1,7 @@
 """What a run costs: hours, device-hours and money, by a plan of its step."""
 
 import dataclasses
+import html
 import json
 import math
 
@@ -126,6 +127,13 @@ def test_the_command_prints_the_cost(planned, tmp_path, monkeypatch, capsys):
     assert table.startswith('1e+06 tokens, 16 in each row of "tokens", in batches of 32 rows: 1,954 steps\n') and "\nmoney " in table
     assert main([*command, "--json"]) == 0
     cost = json.loads(capsys.readouterr().out)["cost"]
+    capsys.readouterr()
+    for name in ("cost.txt", "cost.html", "cost.html"):  # a report may be replaced
+        assert main([*command, "--fixes", "--save", name]) == 0
+        shown, said = capsys.readouterr()
+        assert shown.endswith("FIXES\nthe step fits: there is nothing to fix.\n") and said == f"wrote {name}\n"
+        saved = (tmp_path / name).read_text()
+        assert saved == shown if name == "cost.txt" else all(html.escape(line) in saved for line in table.splitlines())
     assert cost["steps"] == 1954 and len(cost["money"]) == 3 and cost["money"][0] == pytest.approx(2.5 * cost["device_hours"][0])
 
 
@@ -137,6 +145,11 @@ def test_the_command_prints_the_cost(planned, tmp_path, monkeypatch, capsys):
         (["--tokens", "1e9", "--rows", "5"], "tokens and rows are given"),
         (["--tokens", "1e9", "--explain", "w"], "the cost of a run is printed after the report, which --explain replaces."),
         (["--changes", "--json"], "--changes adds to the report, which --json replaces."),
+        (["--placements", "--json"], "--placements and --json both replace the report.\n    fix: one of the two."),
+        (["--explain", "w", "--placements"], "--explain and --placements both replace the report."),
+        (["--save", "r.pdf"], 'such as "r.html".'),
+        (["--save", "/proc/none/r.html"], "the folder /proc/none cannot be created"),
+        (["--save", "/proc/r.html"], "the file /proc/r.html cannot be written"),
     ],
 )
 def test_options_are_checked_before_the_script_runs(options, wanted, tmp_path, capsys):
