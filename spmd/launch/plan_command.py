@@ -194,7 +194,8 @@ def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
         arguments.pop("mesh", None)  # it belongs to the script's layout
     arguments |= overrides
     data = arguments["data"].arrays if isinstance(arguments["data"], Resident) else arguments["data"]
-    reader = as_source(data, batch_size=arguments.get("batch_size"), shuffle=arguments.get("shuffle"), seed=arguments.get("seed", 0))
+    reading = {"shuffle": arguments.get("shuffle"), "seed": arguments.get("seed", 0), "short_ok": True}  # a plan needs only shapes
+    reader = as_source(data, batch_size=arguments.get("batch_size"), **reading)
     planned = ("model", "metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
     return {"batch": reader.sample(), "target": cluster, **{name: arguments[name] for name in planned if name in arguments}}
 

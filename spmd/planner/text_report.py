@@ -10,6 +10,7 @@ from spmd.fields import as_toml
 from spmd.layout.compiler import CPU_DEFAULTS
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
+from spmd.planner.flop_shares import NOTHING_BEYOND
 from spmd.planner.plan_data import PlanData
 from spmd.planner.step_costs import SHOWN
 from spmd.planner.sync_period import SyncPeriod
@@ -86,8 +87,8 @@ def timeline_text(plan: PlanData) -> str:
         lines.append(f"{'copies with the host':<26}{seconds(times.host_seconds):>12}  {moved}; a part of communication")
     peak = f"HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of {times.peak / 1e12:,.4g} TFLOP/s"
     of_model = f"{times.flops / 1e12:.3g} TFLOP on each device, {times.model_flops / 1e12:.3g} of them the model's"
-    lines.append(f"{of_model}: {peak}; most of the time is {times.limit}.")
-    lines += filter(None, [str(plan.flops), assumptions(plan)])
+    lines.append(f"{of_model}: {peak}; the largest part of the time is {times.limit}.")
+    lines += [line for line in (str(plan.flops), assumptions(plan)) if line != NOTHING_BEYOND]
     return "\n".join(lines)
 
 

@@ -264,6 +264,26 @@ ERRORS = {
         """target "0xh100": 1 x 0 devices are none.
     fix: at least one, such as "h100".""",
     ),
+    "a fraction": (
+        lambda: make_plan(target="8.5xh100"),
+        """target "8.5xh100": 8.5 is not a number of devices.
+    fix: such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.""",
+    ),
+    "another sign": (
+        lambda: make_plan(target="8×h100"),
+        """target "8×h100": "×" is not the letter x.
+    fix: such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.""",
+    ),
+    "no kind": (
+        lambda: make_plan(target="8x"),
+        """target "8x": it names no kind of device.
+    fix: such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.""",
+    ),
+    "no file": (
+        lambda: make_plan(target="2xnope.toml"),
+        """there is no file "nope.toml", the target.
+    fix: the path of a target's file, or a name that `spmd targets` lists.""",
+    ),
     "more than a node has": (
         lambda: make_plan(target="64xh100"),
         """target "64xh100": a node has only 8 devices, and links between nodes are slower.
@@ -306,13 +326,14 @@ def test_errors_say_what_where_and_how(call, wanted):
 
 def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    wrong = SMALL.replace("memory = 60_000", 'memory = "much"').replace('"cpu"', '"cqu"').replace("[inside]", "[insde]")
+    small = SMALL.replace("memory_bandwidth = 1e9", "memory_bandwidth = inf\nsimulated = 1.5")
+    wrong = small.replace("memory = 60_000", 'memory = "much"').replace('"cpu"', '"cqu"').replace("[inside]", "[insde]")
     (tmp_path / "mine.toml").write_text(wrong.replace("launch = 1e-9", "lunch = 1e-9\nattention = 1.5\n[spread]\nmatmull = 0.1"))
     with pytest.raises(SpmdError) as caught:
         Cluster.parse("8xmine.toml")
     assert str(caught.value).splitlines() == [
         "mine.toml does not describe a target",
-        "8 problems:",
+        "10 problems:",
         "",
         "  inside",
         "      it is missing.",
@@ -327,6 +348,13 @@ def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
         "",
         "  memory",
         "      'much' is not a positive number.",
+        "",
+        "  memory_bandwidth",
+        "      inf is more than 1e+24.",
+        "",
+        "  simulated",
+        "      1.5 is not a whole number.",
+        "      fix: such as 2.",
         "",
         "  [achieved] launch",
         "      it is missing.",
@@ -382,6 +410,10 @@ def test_the_command_plans_what_a_script_trains(script, capsys):
     figures = json.loads(out)
     assert (code, err, figures["rows"], figures["mesh"]) == (0, "", 32, {"data": 4})
     assert figures["memory"]["parameters"] == 64 * 512 * 4 // 4
+    assert (
+        json.loads(run(capsys, "plan", "train.py", "--target", "4xcpu", "--layout", "fsdp", "--batch-size", "256", "--json")[1])["rows"]
+        == 256
+    )
     code, out, _ = run(capsys, "plan", "train.py", "--target", "8xcpu", "--explain", "w")
     assert code == 0 and out.startswith("w  float32[64, 256], 64.0 KiB")
     assert spmd.fit.__module__ == "spmd.api", "the real one is back"
@@ -800,7 +832,7 @@ def test_an_array_is_drawn_over_its_mesh():
 
 def test_plan_rejects_model_with_data_dependent_shapes():
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x[x[:, 0] > 0] @ params["w"])
-    with pytest.raises(SpmdError, match=r"the loss fails on a batch of .*NonConcreteBooleanIndexError"):
+    with pytest.raises(SpmdError, match=r"the loss needs the values of arrays, .*NonConcreteBooleanIndexError"):
         spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
 
 

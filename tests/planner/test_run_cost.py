@@ -82,6 +82,7 @@ INVALID = [
     ({"rows": 5, "steps": 5}, TOKENS, "rows and steps are given, and one of tokens, rows and steps says how long the run is."),
     ({"tokens": -1, "price": 0}, TOKENS, "tokens=-1, price=0: not a positive number."),
     ({"steps": math.inf, "price": "2"}, TOKENS, "steps=inf, price='2': not a positive number."),
+    ({"steps": 0.5}, TOKENS, "steps=0.5: not a whole number."),
     ({"rows": True}, TOKENS, "rows=True: not a positive number."),
     ({"tokens": 9}, IMAGES, f"{NOT_KNOWN}: no array of the batch is one of integers [rows, tokens] ({SHAPES})."),
     ({"tokens": 9}, UNEQUAL, f'{NOT_KNOWN}: arrays differ ("source" 64, "target" 16).'),
@@ -140,7 +141,7 @@ def test_the_command_prints_the_cost(planned, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (["--price", "-2"], "price=-2.0: not a positive number."),
+        (["--price", "-2"], "price=-2.0: not a positive number.\n    fix: such as --tokens 1e12, --price 2.5."),
         (["--price", "2"], "one of tokens, rows and steps says how long the run is, and none is given."),
         (["--tokens", "1e9", "--rows", "5"], "tokens and rows are given"),
         (["--tokens", "1e9", "--explain", "w"], "the cost of a run is printed after the report, which --explain replaces."),
