@@ -147,7 +147,7 @@ print(best.explain("blocks/layers/up/kernel"))
 # ## When does adding a GPU stop helping?
 #
 # The curves show the predicted throughput of data-parallel training for the same batch, by number of devices and gradient codec. The mark
-# shows where doubling the devices gains less than 1.1x, or where each device has a single row. The lines coincide as long as communication
+# shows where doubling the devices gains less than 1.1x. The lines coincide as long as communication
 # overlaps with computation.
 
 # %%

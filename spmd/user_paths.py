@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,28 @@ def as_path(value: Any, name: str) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise OptionError(f"{name}={short_repr(text)} is not a valid path.", fix="a path, such as runs/digits.")
     return Path(text)
+
+
+def output_path(value: Any, what: str, suffixes: Sequence[str], *, overwrite: bool = False) -> Path:
+    """The path of a file that will be written, checked before the work whose result it gets; its folder is created if missing.
+
+    Raises:
+      OptionError: it is not a path, or has another suffix than `what`, such as "a layout file", may have; the file exists; or it cannot
+        be written.
+    """
+    path = as_path(value, "path")
+    if path.suffix.lower() not in suffixes:
+        example = path.parent / f"{path.stem or 'new'}{suffixes[0]}"
+        raise OptionError(f'"{path}" is not the name of {what}.', fix=f'a name that ends in {" or ".join(suffixes)}, such as "{example}".')
+    exists = path.exists()
+    if exists and not overwrite:
+        raise OptionError(f"{path} exists.", fix="another name, or overwrite=True (--overwrite).")
+    make_folder(path.parent, OptionError)
+    with wrap_os_errors(path, OptionError):
+        path.open("ab").close()
+        if not exists:
+            path.unlink()
+    return path
 
 
 def make_folder(path: Path, error: type[SpmdError]) -> None:

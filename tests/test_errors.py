@@ -370,6 +370,13 @@ def test_loss_returns_integer(golden):
     golden("loss_returns_integer", error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[0]).argmax()))
 
 
+def test_loss_needs_values(golden):
+    def branches(model, batch):
+        return model(batch[0]).mean() if batch[0].sum() > 0 else model(batch[0]).sum()
+
+    golden("loss_needs_values", error_text(errors.LossError, fit, loss=branches))
+
+
 def test_loss_raises(golden):
     golden("loss_raises", error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[1]).mean()))
 
@@ -431,7 +438,7 @@ def test_model_factory_raises():
     assert str(raised.value) == (
         "the model's factory raises TypeError: Wide.__init__() missing 1 required positional argument: 'width'\n"
         f"    in {__file__}, line {line_of(build) + 1}: return Wide(rngs=nnx.Rngs(0))\n"
-        "    fix: fix that line; the error above has the whole traceback."
+        "    fix: correct that line."
     )
     assert type(raised.value.__cause__) is TypeError
     fits(model=lambda: Wide(10, rngs=nnx.Rngs(0)))

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmd.errors import OptionError
 from spmd.launch.plan_command import show_progress
-from spmd.user_paths import make_folder
+from spmd.user_paths import output_path
 
 
 def add_to(commands: Any) -> None:
@@ -29,10 +29,13 @@ def _calibrate(options: argparse.Namespace) -> str:
     import jax
 
     from spmd.mesh import simulate_devices
-    from spmd.planner.calibration import calibrate, target_path
+    from spmd.planner.calibration import calibrate
 
-    path = target_path(options.out, overwrite=options.overwrite)  # before two minutes of work
-    make_folder(path.parent, OptionError)
+    path = output_path(options.out, "a target's file", (".toml",), overwrite=options.overwrite)  # before two minutes of work
+    if options.devices is not None and options.devices < 1:
+        raise OptionError(f"--devices {options.devices}: not a number of devices, from 1.", fix="--devices 8.")
+    if not 0 < options.seconds < float("inf"):
+        raise OptionError(f"--seconds {options.seconds:g}: not a positive number of seconds.", fix="--seconds 60.")
     if options.devices is not None:
         simulate_devices(options.devices)
     elif jax.devices()[0].platform == "cpu":

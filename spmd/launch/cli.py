@@ -18,8 +18,9 @@ import argparse
 import importlib
 import inspect
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = options.run(options)
     except SpmdError as error:
-        print(f"{type(error).__name__}: {error}{_line_of(error)}", file=sys.stderr)
+        print(f"{type(error).__name__}: {_as_typed(str(error), vars(options))}{_line_of(error)}", file=sys.stderr)
         return 2
     if isinstance(result, int):
         return result
@@ -45,6 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _as_typed(text: str, options: Collection[str]) -> str:
+    """An error in which fixes are options of the command, where they are arguments of these names.
+
+    >>> _as_typed('a=0.\\n    fix: such as a=1e12 or batch_size=96, as in "a=1".', ["a", "batch_size"])
+    'a=0.\\n    fix: such as --a 1e12 or --batch-size 96, as in "a=1".'
+    """
+    argument = re.compile(rf""""[^"]*"|\b({"|".join(options)})=("[^"]*"|\.\.\.|[\w+-]+(?:\.\w+)*)""")
+
+    def typed(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')} {found[2]}" if found[1] else found[0]
+
+    return re.sub(r"^ *fix: [^(\n]*$", lambda fix: argument.sub(typed, fix[0]), text, flags=re.MULTILINE)
 
 
 def _line_of(error: SpmdError) -> str:

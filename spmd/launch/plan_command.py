@@ -17,6 +17,9 @@ from spmd.deprecated import warn
 from spmd.errors import OptionError, SpmdError
 from spmd.layout.toml_reader import load_registered
 from spmd.planner.target import Cluster, load as load_target, shipped
+from spmd.user_paths import output_path
+
+FOUND_NOTHING = 2  # the exit code of a search in which nothing fits
 
 
 class _FitCalled(BaseException):
@@ -46,7 +49,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--steps", type=float, metavar="N", help="the same, of N steps")
     parser.add_argument("--price", type=float, metavar="2.50", help="the price of a device-hour, for the cost of the run in money")
     parser.add_argument("--cures", action="store_true", help=argparse.SUPPRESS)  # the old name of --fixes
-    parser.add_argument("--save", metavar="FILE", help="also write the report to this .html or .txt file")
+    parser.add_argument(
+        "--save", metavar="FILE", help="also write what is printed of the report to this .html or .txt file; an existing one is replaced"
+    )
     parser.set_defaults(run=_plan)
     parser = _script_parser(
         commands,
@@ -63,6 +68,7 @@ def add_to(commands: Any) -> None:
         "--compiler-options", action="store_true", help="also try options of XLA on the fastest layouts, for GPUs: up to 10 more programs"
     )
     parser.add_argument("--save", metavar="FILE", help="write the best layout to this .toml file")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     parser.set_defaults(run=_search)
 
 
@@ -97,13 +103,16 @@ def _targets(options: argparse.Namespace) -> str:
 
 
 def _plan(options: argparse.Namespace) -> str:
-    from spmd.planner.planning import plan
+    from spmd.planner.planning import REPORT, plan
     from spmd.planner.run_cost import check_run
+    from spmd.planner.text_report import with_sections
 
     others = [name for name in ("explain", "placements", "json") if getattr(options, name)]
     if options.cures:  # words: the old option
         warn("--cures", "--fixes")
     options.fixes |= options.cures  # words: the old option
+    if len(others) > 1:
+        raise OptionError(f"--{others[0]} and --{others[1]} both replace the report.", fix="one of the two.")
     for name in ("fixes", "changes"):
         if getattr(options, name) and others:
             raise OptionError(f"--{name} adds to the report, which --{others[0]} replaces.", fix="one of the two.")
@@ -111,49 +120,49 @@ def _plan(options: argparse.Namespace) -> str:
     check_run(**length, optional=True)
     if any(length.values()) and others not in ([], ["json"]):
         raise OptionError(f"the cost of a run is printed after the report, which --{others[0]} replaces.", fix="one of the two.")
+    path = output_path(options.save, *REPORT, overwrite=True) if options.save else None  # before the script runs
     result = plan(**_step_arguments(options), timeout=options.timeout, say=show_progress)
     show_progress("")
-    if options.save:
-        result.save(options.save)
+    cost = result.cost(**length) if any(length.values()) else None
+    sections = {"Cost of a run": str(cost)} if cost else {}
+    if options.fixes:
+        fixes = result.fixes(timeout=options.timeout, say=show_progress)
+        each = "each planned with those before it that help:"
+        none = "the step fits: there is nothing to fix." if result.fits else "no change is known that would make it fit."
+        sections["Fixes"] = "\n".join([each, *map(str, fixes)]) if fixes else none
+        show_progress("")
+    if options.changes:
+        sections["Changes"] = str(result.changes(**length, timeout=options.timeout, say=show_progress))
+        show_progress("")
+    if path is not None:
+        print(f"wrote {result.save(path, sections)}", file=sys.stderr)
     if options.explain:
         return result.explain(options.explain)
     if options.placements:
         return result.placements()
-    cost = result.cost(**length) if any(length.values()) else None
     if options.json:
         return result.to_json(**({"cost": cost.figures} if cost else {}))
-    lines = [str(result), *(["", "COST OF A RUN", str(cost)] if cost else [])]
-    if options.fixes and not result.fits:
-        lines += [
-            "",
-            "FIXES, each planned with those before it that help",
-            *map(str, result.fixes(timeout=options.timeout, say=show_progress)),
-        ]
-        show_progress("")
-    if options.changes:
-        lines += ["", "CHANGES", str(result.changes(**length, timeout=options.timeout, say=show_progress))]
-        show_progress("")
-    return "\n".join(lines)
+    return with_sections(str(result), sections)
 
 
-def _search(options: argparse.Namespace) -> str:
+def _search(options: argparse.Namespace) -> str | int:
     from spmd.planner.candidates import chosen_layouts
     from spmd.planner.layout_search import search
 
     names = [name.strip() for name in options.candidates.split(",")]
     candidates = names[0] if names in (["exact"], ["all"]) else names
     chosen_layouts(candidates)  # before the script runs
-    if options.save and not options.save.endswith(".toml"):
-        raise OptionError(f'"{options.save}" is not a layout file.', fix="a name that ends in .toml.")
+    path = output_path(options.save, "a layout file", (".toml",), overwrite=options.overwrite) if options.save else None
     searched = ("layout", "mesh", "accumulate")
     step = {name: value for name, value in _step_arguments(options).items() if name not in searched}
     chosen = {"compiles": options.compiles, "max_seconds": options.max_seconds, "compiler_options": options.compiler_options}
     result = search(**step, candidates=candidates, **chosen, timeout=options.timeout, say=show_progress)
     show_progress("")
-    if options.save and not result.plans:
-        raise OptionError(f"{result}\n\nNothing was written to {options.save}.")
-    if options.save:
-        result.save(options.save)
+    if not result.plans:
+        print(result)
+        return FOUND_NOTHING
+    if path is not None:
+        print(f"wrote {result.save(path, overwrite=options.overwrite)}", file=sys.stderr)
     return str(result)
 
 
@@ -185,7 +194,8 @@ def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
         arguments.pop("mesh", None)  # it belongs to the script's layout
     arguments |= overrides
     data = arguments["data"].arrays if isinstance(arguments["data"], Resident) else arguments["data"]
-    reader = as_source(data, batch_size=arguments.get("batch_size"), shuffle=arguments.get("shuffle"), seed=arguments.get("seed", 0))
+    reading = {"shuffle": arguments.get("shuffle"), "seed": arguments.get("seed", 0), "short_ok": True}  # a plan needs only shapes
+    reader = as_source(data, batch_size=arguments.get("batch_size"), **reading)
     planned = ("model", "metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
     return {"batch": reader.sample(), "target": cluster, **{name: arguments[name] for name in planned if name in arguments}}
 
@@ -200,7 +210,8 @@ def captured_fit_arguments(script: str, arguments: list[str]) -> dict[str, Any]:
 
     path, public, captured = Path(script), sys.modules["spmd"], {}
     if not path.is_file():
-        raise OptionError(f'there is no file "{script}".', fix="a Python script that calls spmd.fit.")
+        why = f'"{script}" is a folder' if path.is_dir() else f'there is no file "{script}"'
+        raise OptionError(f"{why}.", fix="a Python script that calls spmd.fit.")
     argv, paths, folder, real = sys.argv, sys.path[:], Path.cwd(), api.fit
 
     def fit(*args: Any, **options: Any) -> Any:

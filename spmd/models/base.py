@@ -135,15 +135,18 @@ def trace_abstractly(function: Callable[..., Any], subject: str, *args: Any) -> 
         explanation = explain_jax_error(error)
         if explanation:
             raise ModelError(explanation) from error
-        if _needs_values(error):
+        if needs_values(error):
             why = f"{subject} cannot be traced without data: {first_line(error)}\n"
             why += "    It is traced with abstract arrays, to know every shape before anything is allocated."
-            fix = "use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
-            raise ModelError(why, fix=f"{fix}the error above has the line.") from error
+            raise ModelError(why, fix=NO_VALUES) from error
         why = f"{subject} raises {first_line(error)}{user_line(error)}"
-        raise ModelError(why, fix="fix that line; the error above has the whole traceback.") from error
+        raise ModelError(why, fix="correct that line.") from error
 
 
+NO_VALUES = (
+    "use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value (jax.lax.cond, jax.numpy.where), at the "
+    "line that raised this."
+)
 VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstract array
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -153,9 +156,9 @@ VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstra
 )
 
 
-def _needs_values(error: BaseException | None) -> bool:
+def needs_values(error: BaseException | None) -> bool:
     """Whether an exception is one of these, or was raised because of one, as numpy does."""
-    return error is not None and (isinstance(error, VALUE_ERRORS) or _needs_values(error.__cause__))
+    return error is not None and (isinstance(error, VALUE_ERRORS) or needs_values(error.__cause__))
 
 
 def explain_jax_error(error: Exception) -> str:

@@ -27,7 +27,7 @@ from spmd.planner.target_file import target_text
 from spmd.planner.text_report import seconds as duration
 from spmd.planner.timeline import timeline_of
 from spmd.render.html import aligned, filled
-from spmd.user_paths import as_path, write_text
+from spmd.user_paths import output_path, write_text
 from spmd.xla import shard_map
 
 PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "cpu": "cpu"}  # by JAX's names
@@ -92,23 +92,7 @@ class Calibration:
         Raises:
           OptionError: another suffix than .toml, the file exists, or it cannot be written.
         """
-        return write_text(target_path(path, overwrite=overwrite), target_text(self.target))
-
-
-def target_path(path: str | Path, *, overwrite: bool = False) -> Path:
-    """The path of a new target's file.
-
-    Raises:
-      OptionError: another suffix than .toml, or the file exists.
-    """
-    path = as_path(path, "path")
-    if path.suffix != ".toml":
-        raise OptionError(
-            f'"{path}" is not the name of a target\'s file.', fix=f'a name that ends in .toml, such as "{path.with_suffix(".toml")}".'
-        )
-    if path.exists() and not overwrite:
-        raise OptionError(f"{path} exists.", fix="another name, or overwrite=True (--overwrite).")
-    return path
+        return write_text(output_path(path, "a target's file", (".toml",), overwrite=overwrite), target_text(self.target))
 
 
 class Measurement:
@@ -269,7 +253,7 @@ def calibrate(
       spmd.errors.OptionError: like="h100" describes a device of platform "cuda", and here is "cpu".
           fix: known: cpu.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise OptionError(f"seconds={seconds!r}.", fix="a number of seconds, such as 60.")
     devices = list(jax.devices() if devices is None else devices)
     measurement = Measurement(devices, base_target(devices, like), say=say)

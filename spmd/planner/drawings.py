@@ -90,7 +90,7 @@ def _ranges(devices: Iterable[int]) -> str:
 
 
 def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]], knees: Mapping[str, int], label: str) -> str:
-    """Rows per second over number of devices as SVG, both axes logarithmic: a line for each codec, with a circle at its knee."""
+    """Rows per second over number of devices as SVG, both axes logarithmic: a line for each codec, and a circle at its knee, if any."""
     top = math.log2(max(map(max, rates.values())))
     low = math.log2(min(map(min, rates.values())))
 
@@ -99,11 +99,11 @@ def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]
 
     powers = range(math.ceil(low), math.floor(top) + 1, max(1, math.ceil((top - low) / 10)))
     marks = {}
-    for codec, line in rates.items():
+    for codec, line in ((codec, rates[codec]) for codec in knees):
         knee = devices.index(knees[codec])
         marks[codec] = knee, f"{codec}: doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s"
     lines = {codec: [height(rate) for rate in line] for codec, line in rates.items()}
-    names = {codec: f"{codec}, from {knees[codec]}" for codec in rates}
+    names = {codec: f"{codec}, from {knees[codec]}" if codec in knees else codec for codec in rates}
     return _line_chart([*map(str, devices)], lines, {f"{2.0**power:,.0f}": height(2.0**power) for power in powers}, marks, names, label)
 
 

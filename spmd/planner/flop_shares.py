@@ -15,6 +15,7 @@ from spmd.planner.variance import Variance
 
 RECOMPUTED, BY_XLA, IN_KERNELS = "recomputed in the backward pass", "recomputed by XLA", "recomputed in kernels of attention"
 BUBBLES, REPLICATED, PADDING, OTHER = "pipeline bubbles", "replicated", "padding by XLA", "other"
+NOTHING_BEYOND = "nothing is executed beyond the model's products."
 NEGATIVE = "other: gradients that nothing needs, as of the batch"
 
 
@@ -37,13 +38,13 @@ class FlopShares:
     empty: float
 
     def __str__(self) -> str:
-        """A line or two, or none; causes of less than a thousandth of what is executed are left out."""
+        """A line or two; causes of less than a thousandth of what is executed are left out."""
         causes = {cause: flops for cause, flops in self.beyond.items() if abs(flops) >= 0.001 * self.executed}
         shares = [f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}" for cause, flops in causes.items()]
         lines = [f"executed beyond the model's: {', '.join(shares)}."] if max(causes.values(), default=0.0) > 0 else []
         inside = ((self.masked, "masked scores, which fused kernels leave out"), (self.empty, "empty places of experts"))
         counted = [f"{flops / self.executed:.1%} {what}" for flops, what in inside if flops >= 0.001 * self.executed]
-        return "\n".join(lines + ([f"counted in both: {', '.join(counted)}."] if counted else []))
+        return "\n".join(lines + ([f"counted in both: {', '.join(counted)}."] if counted else [])) or NOTHING_BEYOND
 
 
 def flop_shares(

@@ -1,7 +1,7 @@
 """A plan as an HTML page: tables, a bar of memory, the mesh on its nodes, and the timeline of a step. It loads nothing from elsewhere."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,9 +22,11 @@ MEMORY = {  # in a device's memory: what is drawn, and its colour
 }  # fmt: skip
 
 
-def page(plan: PlanData) -> str:
-    """A complete HTML document."""
-    return document(f"Plan: {plan.layout.name} on {plan.cluster}", fragment(plan), style="body { margin: 1.2rem }")
+def page(plan: PlanData, more: Mapping[str, str]) -> str:
+    """A complete HTML document: the report, and further sections by their titles."""
+    sections = "".join(f"<h2>{html.escape(title)}</h2><pre>{html.escape(body)}</pre>" for title, body in more.items())
+    body = fragment(plan) + (framed(sections) if sections else "")
+    return document(f"Plan: {plan.layout.name} on {plan.cluster}", body, style="body { margin: 1.2rem }")
 
 
 def fragment(plan: PlanData) -> Html:

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from spmd.errors import OptionError, type_name
+from spmd.errors import OptionError, short_repr, type_name
 from spmd.planner.drawings import utilization_chart
 from spmd.planner.hlo import parse
 from spmd.planner.plan_data import step_times, synced_by
@@ -90,6 +90,9 @@ def utilization(plan: Plan, *, bandwidths: Sequence[str] = SPEEDS, periods: Sequ
     if plan.cluster.sites == 1:
         fix = f'sites x nodes x devices, such as target="2x{plan.cluster}".'
         raise OptionError(f"utilization: target {plan.cluster} has one site, so there are no links between sites.", fix=fix)
+    for name, values, example in (("bandwidths", bandwidths, '("500Mb/s", "1Gb/s")'), ("periods", periods, "(50, 500)")):
+        if isinstance(values, str) or not isinstance(values, Iterable) or (name == "bandwidths" and not [*values]):
+            raise OptionError(f"utilization: {name}={short_repr(values)} is not a list of {name}.", fix=f"such as {name}={example}.")
     module, placed, link = parse(plan.compiled.hlo), plan.program.placed, plan.cluster.target.sites
     servers = _servers(synced_by(placed), periods)
     lines: dict[int, list[SyncPeriod]] = {steps: [] for steps in servers}

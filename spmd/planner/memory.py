@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping
 
 import jax
 
@@ -14,9 +15,12 @@ from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
 from spmd.planner.target import Cluster, Target
 from spmd.specs import spec_axes
+from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.train.compiled_step import Program
 from spmd.train.device_memory import in_host_memory, on_device, tree_on_device
 from spmd.tree import Tree, flatten, format_bytes, nbytes
+from spmd.wire.reduction import RESIDUAL
+from spmd.wire.server.arrivals import HELD, SQUARES, SUM
 
 LIKELY = 0.95  # how likely a step fits that is not called tight
 DEVIATIONS = 1.645  # of a normal distribution, to either side, within which are nine in ten
@@ -32,7 +36,29 @@ TITLES = {  # of fields of `Memory` in reports, where they differ from the field
     "fresh": "results not in the state",
     "beside": "beside the program",
 }
+EXCHANGE = {  # the parts of the state of codecs and servers, by their keys
+    OWN: "weights of the worker",
+    READ: "weights last received",
+    HELD: "weights that workers read",
+    OUTER: "outer momentum",
+    SUM: "gradients at the server",
+    SQUARES: "mean squares of gradients",
+    RESIDUAL: "residuals of codecs",
+}
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A part of a device's memory that is divided from the rest: where, the bytes expected there, those it has, and how likely these do."""
+
+    where: str
+    expected: int
+    room: int
+    likelihood: float
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.expected)} of {format_bytes(self.room)} {self.where} ({percent(self.likelihood)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +66,10 @@ class Memory:
     """Bytes on one device; all devices hold the same.
 
     Attributes:
-      parameters, frozen, optimizer, exchange, statistics: the state: parameters, those that are not trained, optimizer state, the state of
-        codecs and servers, the rest.
+      parameters, optimizer, exchange, statistics: the state: parameters, optimizer state, the state of codecs and servers, the rest.
+      exchange_parts: what `exchange` consists of, by what it is.
       batch: the arrays of one batch and their weights.
-      gradients: reduced gradients, as the optimizer takes them; a part of `temporaries`.
+      gradients: as the optimizer takes them: reduced, or a worker's where each has an optimizer; a part of `temporaries`.
       temporaries: gradients, activations and copies, as XLA has packed them.
       constants: arrays in the model's code that are not in its state, such as a numpy table.
       fresh: results that reuse no argument's buffer; the full state if it is not donated.
@@ -74,6 +100,7 @@ class Memory:
     items: tuple[Item, ...]
     pool: int | None
     pool_is_set: bool
+    exchange_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def expected(self) -> int:
@@ -97,12 +124,18 @@ class Memory:
         return tuple(item for item in self.items if not item.pool)
 
     @property
-    def likelihood(self) -> float:
-        """How likely the step fits: on a GPU in the part that JAX allocates from, and in what that leaves."""
+    def sides(self) -> tuple["Side", ...]:
+        """What each part of the device's memory must hold: on a GPU the part that JAX allocates from, and what that leaves."""
         if self.pool is None:
-            return likelihood(self.items, self.capacity)
-        pool = self._best_pool or self.pool
-        return likelihood(self.inside, pool) * likelihood(self.outside, self.capacity - pool)
+            return (Side("", self.expected, self.capacity, likelihood(self.items, self.capacity)),)
+        pool = round(self._best_pool or self.pool)
+        parts = ("in JAX's part", self.inside, pool), ("beside it", self.outside, self.capacity - pool)
+        return tuple(Side(where, round(total(items)[0]), room, likelihood(items, room)) for where, items, room in parts)
+
+    @property
+    def likelihood(self) -> float:
+        """How likely the step fits: that all sides do, whose parts are off independently of each other."""
+        return math.prod(side.likelihood for side in self.sides)
 
     @property
     def headroom(self) -> int:
@@ -134,7 +167,7 @@ class Memory:
     @property
     def per_device(self) -> dict[str, int]:
         """All figures by name, in bytes."""
-        others = ("largest", "items", "pool", "pool_is_set")
+        others = ("largest", "items", "pool", "pool_is_set", "exchange_parts")
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in others}
         return sizes | {"expected": self.expected, "headroom": self.headroom}
 
@@ -147,6 +180,8 @@ class Memory:
         share += "" if sure else f", from {low} to {high} in nine cases of ten"
         chance = "" if sure else f" with {percent(self.likelihood if self.fits else 1 - self.likelihood)} likelihood"
         share += f", if JAX may use {self.fraction:.0%} of it" if self.fraction else ""
+        if not sure and self.pool is not None and self.likelihood < LIKELY:
+            share += f"; {' and '.join(map(str, self.sides))}"
         if not self.fits:
             left = f"{format_bytes(-self.headroom)} too much" if self.headroom < 0 else f"only {format_bytes(self.headroom)} left"
             return f"DOES NOT FIT{chance}: {share}; {left} on each device."
@@ -158,7 +193,10 @@ class Memory:
 
     def __str__(self) -> str:
         parts = ("parameters", "frozen", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
-        sizes = [(TITLES.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
+        titles = TITLES | ({"parameters": "parameters of servers"} if EXCHANGE[OWN] in self.exchange_parts else {})
+        sizes = {name: {titles.get(name, name): getattr(self, name)} for name in parts if getattr(self, name)}
+        sizes |= {"exchange": self.exchange_parts} if self.exchange else {}
+        sizes = [(title, size) for part in sizes.values() for title, size in part.items()]
         rows = [(title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]]
         program, *beside = self.items
         rows.append(("peak", self.peak, f"  +- {format_bytes(round(program.deviation))}" if program.deviation else ""))
@@ -181,10 +219,10 @@ def _deviation(item: Item) -> str:
 def percent(likelihood: float) -> str:
     """A likelihood, never rounded to certainty.
 
-    >>> percent(0.973), percent(0.99999)
-    ('97%', 'more than 99%')
+    >>> percent(0.973), percent(0.99999), percent(1e-6)
+    ('97%', 'more than 99%', 'less than 1%')
     """
-    return "more than 99%" if likelihood > 0.99 else f"{likelihood:.0%}"
+    return "more than 99%" if likelihood > 0.99 else "less than 1%" if likelihood < 0.01 else f"{likelihood:.0%}"
 
 
 def memory_fraction() -> float | None:
@@ -211,6 +249,9 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
     constants = sum(int(size) for size in re.findall(r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE))
     peak, batch_size = arguments + constants + fresh + sizes["temp"] + sizes["generated_code"], tree_on_device((batch, weights, events))
     beside = overhead_items(module, cluster, batch_size)
+    by_kind = Counter[str]()
+    for kind, leaf in ((kind, leaf) for entry in state.exchange.values() for kind, leaf in entry.items()):
+        by_kind[EXCHANGE.get(kind, TITLES["exchange"])] += tree_on_device(leaf)
     own, lost = program_items(target.overhead, peak, sizes["temp"], exact=compiled.exact)
     return Memory(
         parameters=tree_on_device(state.params),
@@ -219,7 +260,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
         exchange=tree_on_device(state.exchange),
         statistics=tree_on_device((state.stats, state.rngs, state.key, state.step)),
         batch=batch_size,
-        gradients=_gradients(program, state.params),
+        gradients=by_kind[EXCHANGE[OWN]] or _gradients(program, state.params),
         temporaries=sizes["temp"],
         constants=constants,
         fresh=fresh,
@@ -231,6 +272,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
         items=(own, *([lost] if lost.expected else []), *beside),
         pool=usable_memory(target) if target.platform == "cuda" else None,
         pool_is_set=target.platform == "cuda" and memory_fraction() is not None,
+        exchange_parts={title: size for title, size in by_kind.items() if size},
     )
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from spmd.jaxpr import equations, inner_jaxprs
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.models.frozen import is_quantized
 from spmd.planner.cost import attention_products
 from spmd.train.activations import Seen
 from spmd.train.compiled_step import Program
@@ -100,9 +99,6 @@ def large_products(program: Program, jaxpr: Any) -> LargeProducts:
     leaves = jax.tree.leaves(program.sample)
     lengths = {size for leaf in leaves for size in leaf.shape[1:]}
     tokens = max((leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)), default=0)
-    state = program.placed.abstract_state
-    weights = jax.tree.leaves((state.params, state.frozen), is_leaf=is_quantized)
-    matrices = {shape for leaf in weights for shape in (leaf.shape[-2:], leaf.shape[:-3:-1])}
     scores, logits = set(), set()
     for equation in equations(jaxpr):
         if equation.primitive.name != "dot_general":
@@ -120,4 +116,4 @@ def large_products(program: Program, jaxpr: Any) -> LargeProducts:
             scores.add(pair)
         elif not batch and out.shape and out.shape[-1] > WIDEST * width and 2 * out.size // out.shape[-1] > tokens > 0:
             logits.add((width, out.shape[-1]))
-    return LargeProducts(frozenset(scores - matrices), frozenset(logits))
+    return LargeProducts(frozenset(scores), frozenset(logits))

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from spmd.errors import OptionError, did_you_mean
@@ -148,7 +148,7 @@ def build_plan(
     overlaps = compiled.exact and placed.platform != "cpu"  # XLA:CPU runs every collective synchronously
     notes += [*(_waits(timeline) if overlaps else []), *_rematerialized(timeline)]
     notes += precision_notes(module, placed.products.layers)
-    notes += _large_arrays(memory, placed.resolved.layout, large_products(program, model))
+    notes += _large_arrays(memory, placed, large_products(program, model))
     notes += [*small_collectives(program, traffic, timeline, cluster), *gathered_stacks(program, traffic, cluster, LARGE * memory.peak)]
     notes += [*crossing_notes(traffic, mesh, cluster, data_axes, period), *repeated_exchanges(traffic)]
     notes += _period_notes(server, period, module)
@@ -202,15 +202,21 @@ def _period_notes(server: ParameterServer | None, period: SyncPeriod, module: Mo
     return notes
 
 
-def _large_arrays(memory: Memory, layout: Layout, products: LargeProducts) -> list[str]:
+def _large_arrays(memory: Memory, placed: PlacedModel, products: LargeProducts) -> list[str]:
     """Notes on scores of attention, and on logits, that are among the largest temporaries, with what computes them in parts."""
 
     def dims(array: str) -> list[int]:
         return [int(size) for size in re.findall(r"\d+", array.partition("[")[2].partition("]")[0])]
 
+    def are_scores(sizes: list[int]) -> bool:
+        return any(
+            _has(sizes, pair) and not any(_has(w, pair) and math.prod(sizes) <= math.prod(w) for w in weights) for pair in products.scores
+        )
+
+    weights = [leaf.shape for leaf in flatten(placed.abstract_state.params).values()]  # a gradient may have a length's sides
     large = [(size, array, where, dims(array)) for size, array, where in memory.largest if size >= LARGE * memory.peak]
-    plain = layout.attention.implementation in (None, "xla")
-    scores = [found for found in large if plain and any(not Counter(pair) - Counter(found[3]) for pair in products.scores)]
+    plain = placed.resolved.layout.attention.implementation in (None, "xla")
+    scores = [found for found in large if plain and are_scores(found[3])]
     logits = [found for found in large if any(v in found[3] and math.prod(found[3]) > width * v for width, v in products.logits)]
     return [
         f"note: {what} are stored: {array}, {format_bytes(size)} of {format_bytes(memory.peak)}{f', in {where}' if where else ''}; {fix}."
@@ -220,6 +226,10 @@ def _large_arrays(memory: Memory, layout: Layout, products: LargeProducts) -> li
         )
         for size, array, where, _ in found[:1]
     ]
+
+
+def _has(dims: Sequence[int], pair: Sequence[int]) -> bool:
+    return not Counter(pair) - Counter(dims)
 
 
 def _waits(timeline: Timeline) -> list[str]:

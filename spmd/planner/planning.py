@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.deprecated import warn
-from spmd.errors import MeshError, OptionError
+from spmd.errors import MeshError
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.compile import check_timeout, compiler_of
@@ -18,11 +18,13 @@ from spmd.planner.run_cost import RunCost, run_cost
 from spmd.planner.suggest_changes import COMPILES, Changes, changes_of
 from spmd.planner.suggest_fixes import Fix, fixes_of
 from spmd.planner.target import Cluster
-from spmd.planner.text_report import explanation, placements_text, seconds, text, to_json
+from spmd.planner.text_report import explanation, placements_text, seconds, text, to_json, with_sections
 from spmd.render.html import Html, Text
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import Tree
-from spmd.user_paths import as_path, write_text
+from spmd.user_paths import output_path, write_text
+
+REPORT = "a report", (".html", ".txt")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -111,16 +113,17 @@ class Plan(PlanData):
     def _repr_html_(self) -> str:
         return fragment(self)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the report to a file, .html or .txt; its folder is created if needed.
+    def save(self, path: str | Path, more: Mapping[str, str] | None = None) -> Path:
+        """Write the report to a file, .html or .txt; its folder is created if needed, and an existing report is replaced.
+
+        Args:
+          more: sections that follow the report, such as `str(plan.changes())`, by their titles.
 
         Raises:
           OptionError: another suffix, or the file cannot be written.
         """
-        path = as_path(path, "path")
-        if path.suffix.lower() not in (".html", ".txt"):
-            raise OptionError(f'"{path}": the suffix does not name a format for reports.', fix=".html or .txt.")
-        return write_text(path, page(self) if path.suffix.lower() == ".html" else f"{self}\n")
+        path, more = output_path(path, *REPORT, overwrite=True), more or {}
+        return write_text(path, page(self, more) if path.suffix.lower() == ".html" else f"{with_sections(str(self), more)}\n")
 
     def explain(self, path: str) -> Text:
         """Everything about one parameter: its spec and the rule that chose it, its shards, and how it is gathered and reduced.

@@ -73,7 +73,7 @@ class RunCost:
     def __str__(self) -> str:
         rows = [("hours", self.hours, ""), ("device-hours", self.device_hours, f", of {self.devices} devices")]
         rows += [("money", self.money, f", at {self.price:,.6g} per device-hour")] if self.money is not None else []
-        lines = [f"{self.length}: {self.steps:,} steps"]
+        lines = [f"{self.length}: {_count(self.steps, 'step')}"]
         lines += aligned([(name, amount(of.expected), f"from {amount(of.low)} to {amount(of.high)}{more}") for name, of, more in rows])
         lines.append("Data loading, evaluation, checkpoints and restarts are not included.")
         return filled("\n".join(lines + ([] if self.fits else ["The step does not fit: on these devices the run is not possible."])))
@@ -81,13 +81,23 @@ class RunCost:
     __repr__ = __str__
 
 
-def amount(value: float) -> str:
-    """Three digits, without an exponent.
+def _count(number: float, what: str) -> str:
+    """How many of something.
 
-    >>> amount(1234567.0), amount(12.345), amount(0.001234)
-    ('1,230,000', '12.3', '0.00123')
+    >>> _count(1, "step"), _count(1e12, "token"), _count(1954, "step")
+    ('1 step', '1e+12 tokens', '1,954 steps')
     """
-    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    shown = f"{number:,}" if isinstance(number, int) and number < 10**15 else f"{number:,.6g}"
+    return f"{shown} {what}{'s' * (number != 1)}"
+
+
+def amount(value: float) -> str:
+    """Three digits, without an exponent below 1e15.
+
+    >>> amount(1234567.0), amount(12.345), amount(0.001234), amount(1e300)
+    ('1,230,000', '12.3', '0.00123', '1e+300')
+    """
+    return f"{float(f'{value:.3g}'):,.0f}" if 100 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def run_cost(
@@ -99,12 +109,12 @@ def run_cost(
       OptionError: a number is not positive; not exactly one of the three is given; or the batch has no tokens.
     """
     check_run(tokens=tokens, rows=rows, steps=steps, price=price)
-    batch = f"{plan.rows:,} rows"
+    batch = _count(plan.rows, "row")
     if tokens is not None:
         leaf, length = tokens_of_row(plan.program.sample)
-        rows, said = tokens / length, f"{tokens:,.6g} tokens, {length:,} in each row of {leaf}, in batches of {batch}"
+        rows, said = tokens / length, f"{_count(tokens, 'token')}, {length:,} in each row of {leaf}, in batches of {batch}"
     elif rows is not None:
-        said = f"{rows:,.6g} rows, in batches of {batch}"
+        said = f"{_count(rows, 'row')}, in batches of {batch}"
     else:
         said, rows = f"batches of {batch}", (steps or 0) * plan.rows
     step = Estimate(plan.period.seconds, *plan.period.range)
@@ -122,6 +132,8 @@ def check_run(*, tokens: Any = None, rows: Any = None, steps: Any = None, price:
     """
     numbers_ = {"tokens": tokens, "rows": rows, "steps": steps, "price": price}
     wrong = [f"{name}={short_repr(value)}" for name, value in numbers_.items() if value is not None and not _positive(value)]
+    if not wrong and steps is not None and steps != int(steps):
+        raise OptionError(f"steps={short_repr(steps)}: not a whole number.", fix=f"such as steps={math.ceil(steps)}.")
     if wrong:
         raise OptionError(f"{', '.join(wrong)}: not a positive number.", fix="such as tokens=1e12, price=2.5.")
     given = [name for name in ("tokens", "rows", "steps") if numbers_[name] is not None]

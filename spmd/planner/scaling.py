@@ -9,8 +9,9 @@ from spmd.layout.gradients import Gradients
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.drawings import throughput_chart
 from spmd.planner.planning import Plan
+from spmd.planner.suggest_fixes import plan_with
 from spmd.planner.timeline import reduction_time
-from spmd.render.html import Html, framed
+from spmd.render.html import Html, filled, framed
 from spmd.sync.notes import exact_bytes
 from spmd.train.compiled_step import Program
 
@@ -28,15 +29,21 @@ class Saturation:
       rates: rows per second of all devices together, for every codec.
       shares: bytes that a codec sends, as a share of exact gradients.
       rows: rows of the batch, the same for any number of devices.
+      planned: the plan's number of devices.
+      exposed: the share of communication that the plan waits for.
+      limited: whether twice the devices of the last row would not divide the batch evenly.
     """
 
     devices: tuple[int, ...]
     rates: dict[str, tuple[float, ...]]
     shares: dict[str, float]
     rows: int
+    planned: int
+    exposed: float
+    limited: bool
 
     def knee(self, codec: str) -> int:
-        """The number of devices at which doubling them first gains less than 1.1x."""
+        """The number of devices at which doubling them first gains less than 1.1x; the last of the table if there is none."""
         rates = self.rates[codec]
         return next((self.devices[at] for at in range(len(rates) - 1) if rates[at + 1] < MIN_GAIN * rates[at]), self.devices[-1])
 
@@ -44,30 +51,37 @@ class Saturation:
         names = list(self.rates)
         lines = [f"{'devices':>8}" + "".join(f"{f'{name} ({self.shares[name]:.2f})':>20}" for name in names)]
         for at, count in enumerate(self.devices):
-            cells = [f"{self.rates[name][at]:,.0f}{' <' if self.knee(name) == count else '  '}" for name in names]
+            cells = [f"{self.rates[name][at]:,.0f}{' <' if self.knee(name) == count != self.devices[-1] else '  '}" for name in names]
             lines.append(f"{count:>8}" + "".join(f"{cell:>20}" for cell in cells))
-        lines.append(
-            f"rows/s of all devices, for a global batch of {self.rows} rows; in brackets, bytes sent as a share of exact gradients."
-        )
-        lines.append(f"< marks where doubling the devices gains less than {MIN_GAIN}x. Assumed: computation scales with a worker's rows,")
-        lines.append(f"launch overhead is constant, and {BACKWARD:.0%} of computation hides communication.")
-        return "\n".join(lines)
+        lines += [
+            f"rows/s of all devices, for a global batch of {self.rows} rows; in brackets, bytes sent as a share of exact gradients.",
+            f"< marks where doubling the devices gains less than {MIN_GAIN}x. Columns are equal where computation hides all communication.",
+            *([f"The rows cannot be divided evenly over {2 * self.devices[-1]} devices."] if self.limited else []),
+            f"Assumed, from the plan for {self.planned}: products scale with a worker's rows, other operations as they do between two",
+            f"compiled batches, and launch overhead is constant; {self.exposed:.0%} of communication is waited for, as in the plan, and",
+            f"of the rest what {BACKWARD:.0%} of computation does not hide.",
+        ]
+        return filled("\n".join(lines))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> Html:
         label = f"rows/s of all devices for a batch of {self.rows} rows, by number of devices"
-        chart = throughput_chart(self.devices, self.rates, {codec: self.knee(codec) for codec in self.rates}, label)
+        knees = {codec: knee for codec in self.rates if (knee := self.knee(codec)) != self.devices[-1]}
+        chart = throughput_chart(self.devices, self.rates, knees, label)
         return framed(f"<p>{label}; a circle marks where doubling them gains little</p>{chart}<pre>{html.escape(str(self))}</pre>")
 
 
 def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) -> Saturation:
     """Predict how fast 1, 2, 4 … devices of a plan's kind would train its batch, data-parallel.
 
+    The plan's number of devices is one of them, and has the plan's rate. The step is compiled once more, for another number of rows, to
+    see what of a step does not depend on them, such as the optimizer's update.
+
     Args:
       plan: of data-parallel training: every worker holds all parameters.
       codecs: codecs for the gradients, with their default options.
-      most: the largest number of devices; a batch cannot be split over more devices than it has rows.
+      most: the largest number of devices, if the plan has not more; the table ends before it where it cannot divide the rows evenly.
 
     Raises:
       OptionError: a plan whose parameters are sharded, or not a plan.
@@ -87,23 +101,50 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     if placed.storage is not None or any(place.copies(plan.mesh) != plan.mesh.size for place in placed.resolved.all_placements.values()):
         why = f"{plan.layout.source} shards parameters, but data parallelism replicates them on every worker"
         raise OptionError(f"saturation: {why}.", fix='a plan with layout="data_parallel".')
-    counts = [1]
-    while 2 * counts[-1] <= min(most, plan.rows):
+    workers, times = placed.resolved.workers, plan.timeline
+    counts = [workers // (workers & -workers)]  # its odd factor, so that doubling it reaches the plan's number
+    while divides := plan.rows % (2 * counts[-1] * placed.config.accumulate) == 0:
+        if 2 * counts[-1] > max(most, workers):
+            break
         counts.append(2 * counts[-1])
-    gradients, workers, times = plan.memory.parameters, placed.resolved.workers, plan.timeline
-    shares = {codec: 1.0 if codec == "exact" else _share(plan, codec) for codec in codecs}
+    shares = {codec: _share(plan, codec) for codec in {*codecs, plan.layout.gradients.codec}}
+    own = shares[plan.layout.gradients.codec]
+    waited = times.exposed + times.hidden
+    fixed, exposed = _fixed_memory(plan), times.exposed / waited if waited else 0.0
+    hidden = max(BACKWARD, times.hidden / (times.seconds - times.exposed))  # of computation
     rates: dict[str, list[float]] = {codec: [] for codec in codecs}
     for count in counts:
-        computation = times.launches + (times.multiplying + times.memory) * workers / count
-        per_node = min(count, plan.cluster.target.devices_per_node)
-        for codec, share in shares.items():
-            communication = reduction_time("all_reduce", int(gradients * share), count, per_node, plan.cluster) if count > 1 else 0.0
-            rates[codec].append(plan.rows / (computation + max(communication - BACKWARD * computation, 0.0)))
-    return Saturation(tuple(counts), {codec: tuple(line) for codec, line in rates.items()}, shares, plan.rows)
+        computation = times.launches + fixed + (times.multiplying + times.memory - fixed) * workers / count
+        for codec, line in rates.items():
+            communication = _reduction(plan, shares[codec], count)
+            communication *= waited / _reduction(plan, own, workers) if workers > 1 else 1.0
+            line.append(
+                plan.rows / (computation + exposed * communication + max((1 - exposed) * communication - hidden * computation, 0.0))
+            )
+    lines = {codec: tuple(line) for codec, line in rates.items()}
+    return Saturation(tuple(counts), lines, {codec: shares[codec] for codec in codecs}, plan.rows, workers, exposed, not divides)
+
+
+def _reduction(plan: Plan, share: float, count: int) -> float:
+    """Seconds to average gradients over so many devices, of which a codec sends a share of the bytes."""
+    cluster = plan.cluster
+    per_node = min(count, cluster.devices if cluster.nodes > 1 else cluster.target.devices_per_node)
+    return reduction_time("all_reduce", int(plan.memory.parameters * share), count, per_node, cluster) if count > 1 else 0.0
+
+
+def _fixed_memory(plan: Plan) -> float:
+    """Seconds of operations at memory bandwidth that do not depend on the rows: those that half or twice as many would leave."""
+    placed, times = plan.program.placed, plan.timeline
+    halves = plan.rows % (2 * placed.resolved.workers * placed.config.accumulate) == 0
+    rows = plan.rows // 2 if halves else 2 * plan.rows
+    other = plan_with(plan, {"rows": rows}).timeline.memory
+    return min(max(times.memory - (times.memory - other) / (1 - rows / plan.rows), 0.0), times.memory)
 
 
 def _share(plan: Plan, codec: str) -> float:
     """Bytes that a codec sends of this model's gradients relative to exact ones, read from a step that is traced for two workers."""
+    if codec == "exact":
+        return 1.0
     placed = plan.program.placed
     layout = dataclasses.replace(plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=())
     two = placed.with_layout(abstract_mesh(MeshSpec((("data", 2),))), layout)

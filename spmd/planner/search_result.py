@@ -15,7 +15,7 @@ from spmd.planner.target import Cluster
 from spmd.planner.text_report import seconds
 from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.tree import format_bytes
-from spmd.user_paths import as_path, write_text
+from spmd.user_paths import output_path, write_text
 
 _FIGURES = re.compile(r"[\d.,e+]+ (?:[KMGT]?i?B|s|ms|us)\b")  # bytes and times, which differ between candidates rejected for one reason
 FRONT = "front: no other plan is as fast in less memory, or faster in as little (the Pareto front)"
@@ -122,16 +122,14 @@ class Search:
         step = f"{seconds(best.period.seconds)} per step predicted, {best.memory.verdict}"
         return f"# Found by spmd.search for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n{layout.to_toml()}"
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the best layout as a TOML file; its folder is made if it is not there.
 
         Raises:
-          OptionError: nothing fits, or a suffix other than .toml.
+          OptionError: nothing fits, a suffix other than .toml, or the file exists.
         """
-        path = as_path(path, "path")
-        if path.suffix != ".toml":
-            raise OptionError(f'"{path}" is no name for a layout.', fix="one that ends in .toml.")
-        return write_text(path, self.to_toml())
+        text = self.to_toml()
+        return write_text(output_path(path, "a layout file", (".toml",), overwrite=overwrite), text)
 
     @property
     def head(self) -> str:

@@ -12,12 +12,10 @@ from spmd.layout.schema import Layout, OptimizerState
 from spmd.mesh import MeshSpec
 from spmd.planner.candidates import microbatches, remat_level, remats, update_differences
 from spmd.planner.compiler_search import trials, why_not_tuned
-from spmd.planner.cudnn import cudnn_of
-from spmd.planner.model_flops import large_products, trace_model
 from spmd.planner.plan_data import PlanData, PlanT
 from spmd.planner.run_cost import RunCost, amount, check_run, run_cost
 from spmd.planner.step_costs import EXPOSED, RECOMPUTATION, SHOWN, StepCost
-from spmd.planner.suggest_fixes import Fix, plan_with, remat_text, shard_optimizer, shard_parameters
+from spmd.planner.suggest_fixes import Fix, fuse_attention, plan_with, remat_text, shard_optimizer, shard_parameters
 from spmd.planner.text_report import seconds
 from spmd.render.html import aligned, filled
 from spmd.tree import format_bytes
@@ -262,13 +260,8 @@ def _bfloat16(plan: PlanData, cost: StepCost) -> Iterator[_Trial]:
 
 
 def _fused_attention(plan: PlanData, cost: StepCost) -> Iterator[_Trial]:
-    if plan.layout.attention.implementation not in (None, "xla"):
-        return
-    with cudnn_of(plan.cluster.target):
-        scores = large_products(plan.program, trace_model(plan.program)).scores
-    if scores:
-        attention = dataclasses.replace(plan.layout.attention, implementation="auto")
-        yield _Trial('[attention] implementation = "auto"', {"layout": dataclasses.replace(plan.layout, attention=attention)})
+    for text, changes in fuse_attention(plan):
+        yield _Trial(text, changes)
 
 
 def _gather(plan: PlanData, cost: StepCost) -> Iterator[_Trial]:

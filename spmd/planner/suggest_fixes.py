@@ -11,6 +11,8 @@ from spmd.layout.remat import Remat
 from spmd.layout.schema import Default, OptimizerState
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import microbatches, remat_level, remats
+from spmd.planner.cudnn import cudnn_of
+from spmd.planner.model_flops import large_products, trace_model
 from spmd.planner.plan_data import PlanData, PlanT, build_plan
 from spmd.planner.target import LARGEST, MIN_SAVING
 from spmd.planner.text_report import seconds
@@ -47,15 +49,16 @@ class Fix(Generic[PlanT]):
 def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix[PlanT], ...]:
     """Plan one change after the other, each on top of the earlier ones that helped, until the step fits.
 
-    In this order: rematerialization that saves matrix products, then nothing; gradients reduced in every microbatch; more microbatches;
-    optimizer state sharded over the workers; parameters too; twice the devices, and twice again.
+    In this order: attention in parts, where its scores are stored; rematerialization that saves matrix products, then nothing; gradients
+    reduced in every microbatch; more microbatches; optimizer state sharded over the workers; parameters too; twice the devices, and twice
+    again.
 
     Returns:
       All changes that were tried; the last one fits if any does. () for a plan that fits.
     """
     fixes: list[Fix[PlanT]] = []
     best = plan
-    for step in (_remat, _reduce_each, _microbatches, shard_optimizer, shard_parameters, _more_devices):
+    for step in (fuse_attention, _remat, _reduce_each, _microbatches, shard_optimizer, shard_parameters, _more_devices):
         before = best
         for change, changes in step(before):
             if best.fits:
@@ -91,6 +94,17 @@ def plan_with(plan: PlanT, changes: Mapping[str, Any], *, timeout: float = 600.0
 
 
 _Changes = Iterator[tuple[str, dict[str, Any]]]  # as text, and the layout, mesh, cluster and number of microbatches that it changes
+
+
+def fuse_attention(plan: PlanData) -> _Changes:
+    """Attention that is computed in parts, where all scores are stored."""
+    if plan.layout.attention.implementation not in (None, "xla"):
+        return
+    with cudnn_of(plan.cluster.target):
+        scores = large_products(plan.program, trace_model(plan.program)).scores
+    if scores:
+        attention = dataclasses.replace(plan.layout.attention, implementation="auto")
+        yield '[attention] implementation = "auto"', {"layout": dataclasses.replace(plan.layout, attention=attention)}
 
 
 def _remat(plan: PlanData) -> _Changes:

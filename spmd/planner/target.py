@@ -1,6 +1,7 @@
 """Descriptions of hardware: a kind of device, its links, and clusters of it."""
 
 import dataclasses
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 from spmd.errors import OptionError, Problem, did_you_mean, raise_problems, type_name
 
 PLATFORMS = ("cuda", "tpu", "cpu")
+MOST, SLOWEST = 1e24, 3600  # figures of a target's file, in bytes, FLOPs and the like; seconds to another site
 LARGEST = 1024  # devices of the largest cluster that is tried if nothing fits
 MIN_SAVING = 0.95  # of the memory before; if doubling the devices saves less, more devices will not help
 HIGHEST = "float32 at highest precision"  # products without rounding in matrix units
@@ -237,6 +239,7 @@ class Cluster:
             raise OptionError(f"{why}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         *numbers, name = match.groups()
         name, link = _split_link(name)
+        _check_kind(value, name)
         counts = [int(number) for number in numbers if number]
         sites, nodes, devices = [1, 1, 1, *counts][-3:]
         if min(sites, nodes, devices) < 1:
@@ -254,6 +257,26 @@ class Cluster:
         return Cluster(sites * nodes, devices, target, sites)
 
 
+def _check_kind(value: str, name: str) -> None:
+    """Refuse what follows the counts of a target if it is more counts, or nothing.
+
+    Raises:
+      OptionError: says which.
+    """
+    counted = re.match(r"([\d.]+)\s*([x×*])", name)
+    if re.fullmatch(r"\d*x?", name):
+        why = "it names no kind of device"
+    elif counted is None or Path(name).is_file():
+        return
+    elif counted[2] != "x":
+        why = f'"{counted[2]}" is not the letter x'
+    elif not counted[1].isdigit():
+        why = f"{counted[1]} is not a number of devices"
+    else:
+        why = "it has more counts than sites x nodes x devices"
+    raise OptionError(f'target "{value}": {why}.', fix='such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.')
+
+
 def _split_link(name: str) -> tuple[str, str]:
     """A kind, and the link between sites that follows it; "" if none does. A file's path may have an @."""
     kind, at, link = name.rpartition("@")
@@ -268,6 +291,9 @@ def _site_link(target: str, link: str) -> Link:
         network = Network.parse({"bandwidth": bandwidth.strip(), "latency": latency.strip()})
     except ValueError as error:
         raise OptionError(f'target "{target}": of the link between sites, {error}', fix='such as "@1Gb/s,30ms".') from None
+    if network.bandwidth > MOST or network.latency > SLOWEST:
+        why = f"of the link between sites, {link} is more than {MOST:g} bytes per second, or takes longer than {SLOWEST} s"
+        raise OptionError(f'target "{target}": {why}.', fix='such as "@1Gb/s,30ms".')
     return Link(network.bandwidth, network.latency)
 
 
@@ -295,7 +321,11 @@ def load(name: str) -> Target:
     """
     known = shipped()
     path = known.get(name, Path(name))
-    if name not in known and not (name.endswith(".toml") and path.is_file()):
+    if name.endswith(".toml") and not path.is_file():
+        raise OptionError(
+            f'there is no file "{name}", the target.', fix="the path of a target's file, or a name that `spmd targets` lists."
+        )
+    if name not in known and not name.endswith(".toml"):
         raise OptionError(f'there is no target "{name}".', fix=f"{did_you_mean(name, known)} Paths of TOML files end in .toml.")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -322,6 +352,9 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         fix = did_you_mean(str(table["platform"]), PLATFORMS)
         problems.append(Problem("platform", [f"{table['platform']!r} is not a platform."], fix))
     problems += _not_positive({name: table[name] for name in ("memory", "memory_bandwidth", *_MORE_FIGURES) if name in table})
+    floats = {name: table[name] for name in ("memory", "devices_per_node", "simulated") if isinstance(table.get(name), float)}
+    parts = [name for name, value in floats.items() if math.isfinite(value) and not value.is_integer()]
+    problems += [Problem(name, [f"{table[name]} is not a whole number."], f"such as {math.ceil(table[name])}.") for name in parts]
     slices = table.get("platform") == "tpu"
     for name, wanted in (_TABLES | ({"compiler": ("name", "dims")} if slices else {})).items():
         part = table.get(name)
@@ -348,8 +381,12 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
 
 
 def _not_positive(figures: Mapping[str, Any]) -> list[Problem]:
-    positive = {name for name, value in figures.items() if isinstance(value, int | float) and value > 0 and not isinstance(value, bool)}
-    return [Problem(name, [f"{value!r} is not a positive number."]) for name, value in figures.items() if name not in positive]
+    def wrong(value: Any) -> str:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            return "not a positive number"
+        return f"more than {MOST:g}" if value > MOST else ""
+
+    return [Problem(name, [f"{value!r} is {why}."]) for name, value in figures.items() if (why := wrong(value))]
 
 
 def _not_estimates(part: Mapping[str, Any]) -> list[Problem]:

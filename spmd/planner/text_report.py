@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from spmd.fields import as_toml
 from spmd.layout.compiler import CPU_DEFAULTS
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
+from spmd.planner.flop_shares import NOTHING_BEYOND
 from spmd.planner.plan_data import PlanData
 from spmd.planner.step_costs import SHOWN
 from spmd.planner.sync_period import SyncPeriod
@@ -35,6 +37,11 @@ def text(plan: PlanData) -> str:
         ("largest costs", costs_text(plan)),
     )
     return filled("\n\n".join([headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)]))
+
+
+def with_sections(report: str, more: Mapping[str, str]) -> str:
+    """A report, and further sections by their titles."""
+    return "\n\n".join([report, *(f"{title.upper()}\n{body}" for title, body in more.items())])
 
 
 def _requested(plan: PlanData) -> str:
@@ -80,8 +87,8 @@ def timeline_text(plan: PlanData) -> str:
         lines.append(f"{'copies with the host':<26}{seconds(times.host_seconds):>12}  {moved}; a part of communication")
     peak = f"HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of {times.peak / 1e12:,.4g} TFLOP/s"
     of_model = f"{times.flops / 1e12:.3g} TFLOP on each device, {times.model_flops / 1e12:.3g} of them the model's"
-    lines.append(f"{of_model}: {peak}; most of the time is {times.limit}.")
-    lines += filter(None, [str(plan.flops), assumptions(plan)])
+    lines.append(f"{of_model}: {peak}; the largest part of the time is {times.limit}.")
+    lines += [line for line in (str(plan.flops), assumptions(plan)) if line != NOTHING_BEYOND]
     return "\n".join(lines)
 
 
@@ -235,7 +242,8 @@ def to_json(plan: PlanData, **more: Any) -> str:
         "rows": plan.rows,
         "fits": plan.fits,
         "memory": plan.memory.per_device
-        | {"items": [dataclasses.asdict(item) for item in plan.memory.items]}
+        | {"exchange_parts": dict(plan.memory.exchange_parts)}
+        | {name: [dataclasses.asdict(one) for one in getattr(plan.memory, name)] for name in ("items", "sides")}
         | {name: getattr(plan.memory, name) for name in ("range", "likelihood", "pool", "fraction")},
         "traffic": [transfer | {"arrays": [str(array) for array in transfer["arrays"]]} for transfer in transfers],
         "timeline": times

@@ -133,7 +133,7 @@ class Timeline:
 
     @property
     def limit(self) -> str:
-        """What most of the time is spent on."""
+        """What the largest part of the time is spent on."""
         return max(self.parts, key=lambda limit: self.parts[limit]).removeprefix("exposed ")
 
 

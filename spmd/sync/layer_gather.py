@@ -227,8 +227,8 @@ def choose_layerwise(
         raise_problems(LayoutError, headline, _problems(reasons, owners, called))
     by_layer, notes = frozenset(chosen.keys() - reasons.keys()), []
     for kind, way, before, paths in (
-        ("stacks", "one layer at a time", "their loop", found.keys() - owners.keys()),
-        ("blocks", f"block by block: {why_blocks}", "the loss", found.keys() & owners.keys()),
+        ("stacks", "one layer at a time", "their loop, and again for the backward pass", found.keys() - owners.keys()),
+        ("blocks", f"block by block: {why_blocks}", "the loss, and again for its backward pass", found.keys() & owners.keys()),
     ):
         if now := by_layer & paths:
             notes.append(f"{len(now)} parameters of {kind} ({_size(sync, now)}) are gathered {way}.")

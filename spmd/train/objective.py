@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import LossError, SpmdError, first_line, short_repr, type_name
-from spmd.models.base import explain_jax_error
+from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
 from spmd.train.metrics import PerExample, Sums, as_sum
 from spmd.tree import describe, flatten
 
@@ -105,11 +105,13 @@ def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
     except jax.errors.UnexpectedTracerError as error:
         raise _leaked(what, error) from error
     except Exception as error:
+        if needs_values(error):
+            raise LossError(f"{what} needs the values of arrays, and is compiled: {first_line(error)}", fix=NO_VALUES) from error
         shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items())
         raise LossError(
             explain_jax_error(error)
             or f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}\n"
-            "    fix: the error above has the line; check that the model takes these shapes."
+            "    fix: check that the model takes these shapes, at the line that raised this."
         ) from error
 
 

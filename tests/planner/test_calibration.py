@@ -21,7 +21,7 @@ from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.mesh import MeshSpec
 from spmd.planner import calibration
-from spmd.planner.calibration import Measurement, base_target, compile_probe, predictor, target_path
+from spmd.planner.calibration import Measurement, base_target, compile_probe, predictor
 from spmd.planner.fit_figures import EXACT, Observation, figure_of, fit, spread_of, with_figure
 from spmd.planner.hlo import parse
 from spmd.planner.kernel_time import KEPT, first_touch_time
@@ -154,7 +154,7 @@ def test_existing_files_are_not_overwritten(tmp_path):
     assert path.read_text() == "mine"
     assert measured().save(path, overwrite=True).read_text().startswith("title")
     with pytest.raises(OptionError, match=r"mine\.json(.|\n)*mine\.toml"):
-        target_path(tmp_path / "mine.json")
+        measured().save(tmp_path / "mine.json")
 
 
 def device(platform="gpu", kind="NVIDIA H100 80GB HBM3", process=0):
@@ -185,7 +185,7 @@ def test_unsuitable_devices_are_refused(devices, like, text):
 
 
 def test_invalid_options_are_refused():
-    invalid: list = [-1, math.nan, math.inf, "60", True]
+    invalid: list = [0, -1, math.nan, math.inf, "60", True]
     for seconds in invalid:
         with pytest.raises(OptionError, match="seconds="):
             spmd.calibrate(seconds=seconds)
@@ -224,6 +224,9 @@ def test_command(tmp_path, capsys, monkeypatch):
         (["--devices", "8", "--out", str(path)], "exists"),
         (["--devices", "8", "--out", str(tmp_path / "mine")], "ends in .toml"),
         (["--devices", "3", "--out", str(tmp_path / "other.toml")], "too late"),
+        (["--devices", "8", "--out", "/proc/mine.toml"], "cannot be written"),
+        (["--devices", "0", "--out", str(tmp_path / "other.toml")], "--devices 0: not a number of devices, from 1."),
+        (["--devices", "8", "--seconds", "0", "--out", str(tmp_path / "other.toml")], "--seconds 0: not a positive number"),
         (["--out", str(tmp_path / "other.toml")], "there is no GPU or TPU here"),
     ):
         assert main(["calibrate", *arguments]) == 2

@@ -261,8 +261,11 @@ def test_a_search_as_a_user_sees_it(device, tmp_path, monkeypatch):
         first.startswith(f"# Found by spmd.search for 1x2x{Path(target).stem}: ")
         and second == "# fit(..., layout=<this file>, batch_size=256)"
     )
-    with pytest.raises(SpmdError, match=r"fix: one that ends in \.toml"):
+    with pytest.raises(SpmdError, match=r"fix: a name that ends in \.toml"):
         search.save(tmp_path / "mine.txt")
+    with pytest.raises(SpmdError, match=r"mine\.toml exists\."):
+        search.save(path)
+    assert search.save(path, overwrite=True) == path
     again = spmd.plan(MODEL, BATCH, layout=path, target=target, **TRAINS)
     assert again.timeline.seconds == search.best.timeline.seconds and again.memory == search.best.memory
     pipeline = {why for candidate, why in search.rejected.items() if candidate.layout.name == "pipeline"}
@@ -433,9 +436,12 @@ def test_the_command(tmp_path, capsys, device):
     shown = capsys.readouterr().out
     assert re.search(r"^1 +data_parallel on data=2, reduction all_reduce +[\d.]+ us +1\.00", shown, re.MULTILINE)
     assert spmd.Layout.load(tmp_path / "best.toml").name == "best"
+    assert main([*command, "--save", str(tmp_path / "best.toml")]) == 2 and "--overwrite" in capsys.readouterr().err
+    nothing = [*command[:3], f"2x{device(10)}", *command[4:], "--save", str(tmp_path / "none.toml")]
+    assert main(nothing) == 2 and "othing " in capsys.readouterr().out and not (tmp_path / "none.toml").exists()
     assert main([*command, "--save", "best.html"]) == 2 and "fix: a name that ends in .toml" in capsys.readouterr().err
     assert main([*command[:4], "--candidates", "nothing_like_it"]) == 2
     plan = ["plan", str(script), "--target", f"2x{device(13_000)}", "--layout", "data_parallel", "--fixes"]
     assert main(plan) == 0
     shown = capsys.readouterr().out
-    assert "DOES NOT FIT" in shown and "FIXES, each planned" in shown and shown.index("[remat]") < shown.index("[optimizer]")
+    assert "DOES NOT FIT" in shown and "FIXES\neach planned" in shown and shown.index("[remat]") < shown.index("[optimizer]")

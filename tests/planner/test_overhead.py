@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,11 @@ def test_the_verdict_is_a_likelihood():
     assert verdicts[20].verdict.startswith("fits with more than 99% likelihood: 9.5 GiB of 20.0 GiB (47.5%), from 8.7 GiB to 10.3 GiB")
     assert verdicts[10].verdict.startswith("tight: fits with 58% likelihood: 9.5 GiB of 10.0 GiB"), "0.7 deviations of both sides"
     assert verdicts[9].verdict.startswith("DOES NOT FIT with 94% likelihood: 9.5 GiB of 9.0 GiB")
-    assert verdicts[9].verdict.endswith("512.0 MiB too much on each device.")
+    sides = "; 8.5 GiB of 8.2 GiB in JAX's part (24%) and 1.0 GiB of 804.6 MiB beside it (24%); 512.0 MiB too much on each device."
+    assert verdicts[9].verdict.endswith(sides), "6 % are 24 % of 24 %"
+    assert verdicts[9].likelihood == math.prod(side.likelihood for side in verdicts[9].sides)
+    (alone,) = dataclasses.replace(verdicts[9], pool=None).sides
+    assert (alone.where, alone.room) == ("", 9 * GIB) and alone.likelihood == pytest.approx(0.159, abs=1e-3), "of all together"
     assert [verdicts[size].fits for size in verdicts] == [True, True, False]
     assert (
         dataclasses.replace(verdicts[10], items=verdicts[10].items[:1]).verdict

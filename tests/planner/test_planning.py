@@ -264,6 +264,26 @@ ERRORS = {
         """target "0xh100": 1 x 0 devices are none.
     fix: at least one, such as "h100".""",
     ),
+    "a fraction": (
+        lambda: make_plan(target="8.5xh100"),
+        """target "8.5xh100": 8.5 is not a number of devices.
+    fix: such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.""",
+    ),
+    "another sign": (
+        lambda: make_plan(target="8×h100"),
+        """target "8×h100": "×" is not the letter x.
+    fix: such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.""",
+    ),
+    "no kind": (
+        lambda: make_plan(target="8x"),
+        """target "8x": it names no kind of device.
+    fix: such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.""",
+    ),
+    "no file": (
+        lambda: make_plan(target="2xnope.toml"),
+        """there is no file "nope.toml", the target.
+    fix: the path of a target's file, or a name that `spmd targets` lists.""",
+    ),
     "more than a node has": (
         lambda: make_plan(target="64xh100"),
         """target "64xh100": a node has only 8 devices, and links between nodes are slower.
@@ -306,13 +326,14 @@ def test_errors_say_what_where_and_how(call, wanted):
 
 def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    wrong = SMALL.replace("memory = 60_000", 'memory = "much"').replace('"cpu"', '"cqu"').replace("[inside]", "[insde]")
+    small = SMALL.replace("memory_bandwidth = 1e9", "memory_bandwidth = inf\nsimulated = 1.5")
+    wrong = small.replace("memory = 60_000", 'memory = "much"').replace('"cpu"', '"cqu"').replace("[inside]", "[insde]")
     (tmp_path / "mine.toml").write_text(wrong.replace("launch = 1e-9", "lunch = 1e-9\nattention = 1.5\n[spread]\nmatmull = 0.1"))
     with pytest.raises(SpmdError) as caught:
         Cluster.parse("8xmine.toml")
     assert str(caught.value).splitlines() == [
         "mine.toml does not describe a target",
-        "8 problems:",
+        "10 problems:",
         "",
         "  inside",
         "      it is missing.",
@@ -327,6 +348,13 @@ def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
         "",
         "  memory",
         "      'much' is not a positive number.",
+        "",
+        "  memory_bandwidth",
+        "      inf is more than 1e+24.",
+        "",
+        "  simulated",
+        "      1.5 is not a whole number.",
+        "      fix: such as 2.",
         "",
         "  [achieved] launch",
         "      it is missing.",
@@ -382,6 +410,10 @@ def test_the_command_plans_what_a_script_trains(script, capsys):
     figures = json.loads(out)
     assert (code, err, figures["rows"], figures["mesh"]) == (0, "", 32, {"data": 4})
     assert figures["memory"]["parameters"] == 64 * 512 * 4 // 4
+    assert (
+        json.loads(run(capsys, "plan", "train.py", "--target", "4xcpu", "--layout", "fsdp", "--batch-size", "256", "--json")[1])["rows"]
+        == 256
+    )
     code, out, _ = run(capsys, "plan", "train.py", "--target", "8xcpu", "--explain", "w")
     assert code == 0 and out.startswith("w  float32[64, 256], 64.0 KiB")
     assert spmd.fit.__module__ == "spmd.api", "the real one is back"
@@ -391,6 +423,7 @@ def test_the_command_plans_what_a_script_trains(script, capsys):
     ("words", "wanted"),
     [
         (("plan", "train.py", "--target", "16xcpu"), "MeshError: mesh data=8 does not use the 16 devices of target 1x16xcpu exactly."),
+        (("plan", ".", "--target", "cpu"), 'OptionError: "." is a folder.'),
         (("plan", "gone.py", "--target", "cpu"), 'OptionError: there is no file "gone.py".'),
         (("plan", "empty.py", "--target", "cpu"), "OptionError: empty.py never called spmd.fit, so there is nothing to plan."),
         (("plan", "train.py", "--target", "cpu", "--", "--wide", "3"), "OptionError: train.py ended (2) before it called spmd.fit."),
@@ -436,6 +469,11 @@ def test_plan_notes_communication_in_some_steps_only():
     assert any(transfer.conditional for transfer in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)
     assert any("sent only in steps that synchronize workers" in note for note in plan.notes)
     assert not any(transfer.conditional for transfer in make_plan().traffic.transfers)
+    memory, weights = plan.memory, sum(leaf.size * 4 for leaf in jax.tree.leaves(plan.program.placed.abstract_state.params))
+    trained = ("weights of the worker", "weights last received", "residuals of codecs")
+    assert [memory.exchange_parts[part] for part in trained] == [weights] * 3 and memory.gradients == weights == 8 * memory.parameters
+    assert sum(memory.exchange_parts.values()) == memory.exchange and memory.exchange_parts["outer momentum"] == weights // 8
+    assert all(f"\n{part} " in str(memory) for part in memory.exchange_parts) and "parameters of servers" in str(memory)
 
 
 def looping(params, x):
@@ -693,7 +731,7 @@ def test_page_is_self_contained_and_escaped(tmp_path):
     assert [f"node {number}" in drawings[1] for number in range(3)] == [True, True, False]
     assert "device 7: data 3, model 1" in drawings[1]
     assert plan._repr_html_() in text and str(plan) + "\n" == plan.save(tmp_path / "plan.txt").read_text(encoding="utf-8")
-    with pytest.raises(SpmdError, match=r"fix: \.html or \.txt"):
+    with pytest.raises(SpmdError, match=r"fix: a name that ends in \.html or \.txt"):
         plan.save(tmp_path / "plan.pdf")
 
 
@@ -717,13 +755,36 @@ def test_saturation_finds_the_knee():
     assert curve.shares["exact"] == 1.0 and curve.shares["bfloat16"] == 0.5
     assert curve.shares["int8"] == (1 + 4 / 256) / 4, "a byte, and a float32 of scale for each block, where float32 takes four"
     times = plan.timeline
-    assert curve.rates["exact"][0] == pytest.approx(4096 / (times.launches + 4 * (times.products + times.memory)))
+    at = dict(zip(curve.devices, curve.rates["exact"], strict=True))
+    assert curve.planned == 4 and at[4] == pytest.approx(plan.rows_per_second), "the plan itself"
+    assert 1 / at[1] < (times.launches + 4 * (times.products + times.memory)) / 4096, "the update takes as long for any number of rows"
     assert 1 < curve.knee("exact") <= curve.knee("bfloat16") <= curve.knee("int8") < 1024, "codecs that send less scale further"
     assert curve.rates["exact"][-1] < curve.rates["bfloat16"][-1] < curve.rates["int8"][-1]
     assert all(a <= b <= c for a, b, c in zip(*(curve.rates[name] for name in ("exact", "bfloat16", "int8")), strict=True))
     text = str(curve).splitlines()
     assert text[0].split() == ["devices", "exact", "(1.00)", "bfloat16", "(0.50)", "int8", f"({curve.shares['int8']:.2f})"]
     assert sum(line.count("<") for line in text[1:12]) == 3
+    few = dataclasses.replace(curve, devices=(1, 2), rates={codec: line[:2] for codec, line in curve.rates.items()})
+    assert few.knee("exact") == 2 and not any("<" in line for line in str(few).splitlines()[1:3]), "nothing is known of 4"
+    assert "<circle" not in few._repr_html_() and "<circle" in curve._repr_html_()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("workers", [4, 6])
+def test_saturation_agrees_with_plans(workers):
+    """An update that takes most of the time: its own plan exactly, and others nearly, of which the table has those that divide the rows."""
+    wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((512, 512))}, lambda params, x: x @ params["w"])
+    batch = {name: jax.ShapeDtypeStruct((96, 512), "float32") for name in "xy"}
+    step = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1)}
+    plans = [spmd.plan(wide, batch, **step, target=f"1x{count}xcpu") for count in (workers, 2 * workers)]
+    curves = [spmd.saturation(plan, codecs=["exact"]) for plan in plans]
+    assert curves[0].devices == curves[1].devices == {4: (1, 2, 4, 8, 16, 32), 6: (3, 6, 12, 24, 48, 96)}[workers]
+    for plan, curve in zip(plans, curves, strict=True):
+        assert curve.rates["exact"][curve.devices.index(plan.cluster.count)] == pytest.approx(plan.rows_per_second, rel=1e-12)
+    if workers == 4:  # 8 are on one node, as planned
+        assert curves[0].rates["exact"][3] == pytest.approx(plans[1].rows_per_second, rel=0.03)
+    assert f"The rows cannot be divided evenly over {2 * curves[0].devices[-1]} devices." in " ".join(str(curves[0]).split())
+    assert "divided evenly" not in str(spmd.saturation(plans[0], codecs=["exact"], most=2 * workers))
 
 
 def test_saturation_is_of_data_parallelism():
@@ -771,7 +832,7 @@ def test_an_array_is_drawn_over_its_mesh():
 
 def test_plan_rejects_model_with_data_dependent_shapes():
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x[x[:, 0] > 0] @ params["w"])
-    with pytest.raises(SpmdError, match=r"the loss fails on a batch of .*NonConcreteBooleanIndexError"):
+    with pytest.raises(SpmdError, match=r"the loss needs the values of arrays, .*NonConcreteBooleanIndexError"):
         spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
 
 

@@ -1,6 +1,7 @@
 """What a run costs: hours, device-hours and money, by a plan of its step."""
 
 import dataclasses
+import html
 import json
 import math
 
@@ -81,6 +82,7 @@ INVALID = [
     ({"rows": 5, "steps": 5}, TOKENS, "rows and steps are given, and one of tokens, rows and steps says how long the run is."),
     ({"tokens": -1, "price": 0}, TOKENS, "tokens=-1, price=0: not a positive number."),
     ({"steps": math.inf, "price": "2"}, TOKENS, "steps=inf, price='2': not a positive number."),
+    ({"steps": 0.5}, TOKENS, "steps=0.5: not a whole number."),
     ({"rows": True}, TOKENS, "rows=True: not a positive number."),
     ({"tokens": 9}, IMAGES, f"{NOT_KNOWN}: no array of the batch is one of integers [rows, tokens] ({SHAPES})."),
     ({"tokens": 9}, UNEQUAL, f'{NOT_KNOWN}: arrays differ ("source" 64, "target" 16).'),
@@ -126,17 +128,29 @@ def test_the_command_prints_the_cost(planned, tmp_path, monkeypatch, capsys):
     assert table.startswith('1e+06 tokens, 16 in each row of "tokens", in batches of 32 rows: 1,954 steps\n') and "\nmoney " in table
     assert main([*command, "--json"]) == 0
     cost = json.loads(capsys.readouterr().out)["cost"]
+    capsys.readouterr()
+    for name in ("cost.txt", "cost.html", "cost.html"):  # a report may be replaced
+        assert main([*command, "--fixes", "--save", name]) == 0
+        shown, said = capsys.readouterr()
+        assert shown.endswith("FIXES\nthe step fits: there is nothing to fix.\n") and said == f"wrote {name}\n"
+        saved = (tmp_path / name).read_text()
+        assert saved == shown if name == "cost.txt" else all(html.escape(line) in saved for line in table.splitlines())
     assert cost["steps"] == 1954 and len(cost["money"]) == 3 and cost["money"][0] == pytest.approx(2.5 * cost["device_hours"][0])
 
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (["--price", "-2"], "price=-2.0: not a positive number."),
+        (["--price", "-2"], "price=-2.0: not a positive number.\n    fix: such as --tokens 1e12, --price 2.5."),
         (["--price", "2"], "one of tokens, rows and steps says how long the run is, and none is given."),
         (["--tokens", "1e9", "--rows", "5"], "tokens and rows are given"),
         (["--tokens", "1e9", "--explain", "w"], "the cost of a run is printed after the report, which --explain replaces."),
         (["--changes", "--json"], "--changes adds to the report, which --json replaces."),
+        (["--placements", "--json"], "--placements and --json both replace the report.\n    fix: one of the two."),
+        (["--explain", "w", "--placements"], "--explain and --placements both replace the report."),
+        (["--save", "r.pdf"], 'such as "r.html".'),
+        (["--save", "/proc/none/r.html"], "the folder /proc/none cannot be created"),
+        (["--save", "/proc/r.html"], "the file /proc/r.html cannot be written"),
     ],
 )
 def test_options_are_checked_before_the_script_runs(options, wanted, tmp_path, capsys):

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import tomllib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ import spmd
 from spmd.errors import CompileError, OptionError
 from spmd.planner import plan_data
 from spmd.planner.compile import PLUGIN, Compiled
+from spmd.planner.model_flops import LargeProducts
 from spmd.planner.suggest_changes import ANOTHER_BATCH, COMPILES, layout_difference
+from spmd.planner.suggest_fixes import fuse_attention
 from tests.planner.test_planned_fixes import WIDTH, Net, fsdp, loss
-from tests.planner.test_text_report import KEPT, make_plan
+from tests.planner.test_text_report import CASES, KEPT, make_plan
 
 GPU = pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
 
@@ -166,6 +169,30 @@ def test_each_change_is_the_plan_with_it():
     assert not between and changes.plan.traffic.between > hybrid.plan.traffic.between
 
 
+def attend(params, x):
+    q, k, v = (jnp.reshape(x @ params[name], (*x.shape[:2], 4, -1)) for name in "qkv")
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+
+
+def attention_plan(width, length, rows, target, **options):
+    model = spmd.FunctionalModel(lambda key: {name: jnp.zeros((width, width)) for name in "qkv"}, attend)
+    batch = {name: jax.ShapeDtypeStruct((rows, length, width), "float32") for name in "xy"}
+    options |= {"loss": lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2, (1, 2)), "optimizer": optax.sgd(0.1)}
+    return spmd.plan(model, batch, target=target, **options)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_attention_in_parts_is_the_first_fix_where_scores_are_stored(width, compiler):
+    fused = '[attention] implementation = "auto"'
+    plan = attention_plan(width, 64, 32, CASES["fsdp_on_too_small"]["target"])
+    assert [name for name, _ in fuse_attention(plan)] == [fused], "also where weights are as large as a row is long"
+    assert plan.fixes()[0].change == fused
+    assert list(fuse_attention(attention_plan(width, 8, 32, CASES["fsdp_on_too_small"]["target"]))) == [], "scores smaller than queries"
+    stored = SimpleNamespace(peak=100, largest=((40, f"float32[{width},{width}]", "grad"), (20, "float32[8,4,64,64] x 2", "attend")))
+    (note,) = plan_data._large_arrays(stored, plan.program.placed, LargeProducts(frozenset({(64, 64)}), frozenset()))
+    assert "float32[8,4,64,64]" in note, "a gradient of a weight is none of them"
+
+
 FREE_LAUNCHES = """
 title = "a device that computes slowly, and launches at once"
 platform = "cpu"
@@ -197,14 +224,7 @@ def test_less_rematerialization_lowers_the_cost_of_recomputation(tmp_path):
 @GPU
 @pytest.mark.system
 def test_fused_attention_and_options_of_the_compiler_are_changes_for_gpus():
-    def attend(params, x):
-        q, k, v = (jnp.reshape(x @ params[name], (*x.shape[:2], 4, 64)) for name in "qkv")
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-
-    model = spmd.FunctionalModel(lambda key: {name: jnp.zeros((256, 256)) for name in "qkv"}, attend)
-    batch = {"x": jax.ShapeDtypeStruct((32, 512, 256), "float32"), "y": jax.ShapeDtypeStruct((32, 512, 256), "float32")}
-    options = {"loss": lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2, (1, 2)), "optimizer": optax.sgd(0.1)}
-    plan = spmd.plan(model, batch, **options, target="8xh100", layout="data_parallel", precision="bfloat16")
+    plan = attention_plan(512, 512, 32, "8xh100", layout="data_parallel", precision="bfloat16")
     changes = plan.changes()
     (fused,) = (change for change in changes.tried if change.change == '[attention] implementation = "auto"')
     assert fused.plan.timeline.attention > 0 == plan.timeline.attention and fused.differs == ""

@@ -320,7 +320,7 @@ def test_fit_and_plans_decide_alike_how_blocks_are_gathered(memory, least, one_b
     placed = PlacedModel(config, mesh, sharded("auto"), platform="cpu", device_memory=memory)
     planned = prepare_program(placed, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch()))
     assert bool(trained.sync.blocks) == bool(planned.sync.blocks) == one_by_one
-    way = "block by block" if one_by_one else "in full, before the loss"
+    way = "block by block" if one_by_one else "in full, before the loss, and again for its backward pass"
     expected = [] if why is None else [f"20 parameters of blocks (14.8 KiB) are gathered {way}: {why}."]
     assert trained.notes == planned.notes == expected
 
