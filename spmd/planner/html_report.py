@@ -17,8 +17,8 @@ from spmd.tree import format_bytes
 
 SHOWN = 64  # at most this many nodes, and devices of a node, are drawn
 MEMORY = {  # in a device's memory: what is drawn, and its colour
-    "parameters": "a", "optimizer": "c", "exchange": "d", "statistics": "f", "batch": "e", "constants": "g", "fresh": "h", "gradients": "i",
-    "activations and copies": "b", "beside": "j",
+    "parameters": "a", "frozen": "k", "optimizer": "c", "exchange": "d", "statistics": "f", "batch": "e", "constants": "g", "fresh": "h",
+    "gradients": "i", "activations and copies": "b", "beside": "j",
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ TIGHT = 0.92  # of a device's memory, where a target does not say what else is n
 PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless one of these variables says otherwise
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LARGEST = 8  # temporaries that are listed
+PARTS = ("parameters", "frozen", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")  # of the program
 TITLES = {  # of fields of `Memory` in reports, where they differ from the field's name
     "frozen": "frozen parameters",
     "exchange": "codecs and servers",
@@ -192,9 +193,8 @@ class Memory:
         return f"fits{chance}: {share}."
 
     def __str__(self) -> str:
-        parts = ("parameters", "frozen", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
         titles = TITLES | ({"parameters": "parameters of servers"} if EXCHANGE[OWN] in self.exchange_parts else {})
-        sizes = {name: {titles.get(name, name): getattr(self, name)} for name in parts if getattr(self, name)}
+        sizes = {name: {titles.get(name, name): getattr(self, name)} for name in PARTS if getattr(self, name)}
         sizes |= {"exchange": self.exchange_parts} if self.exchange else {}
         sizes = [(title, size) for part in sizes.values() for title, size in part.items()]
         rows = [(title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]]

@@ -11,7 +11,7 @@ from typing import Any
 STYLE = """
 .spmd-cell {
   --ink: currentColor; --soft: #8883; --line: #8886; --good: #2f8f57; --bad: #d9483b; --tight: #b7791f; --a: #3566c0; --b: #6f9ae0;
-  --c: #c4571f; --d: #8a6fc4; --e: #2f8f83; --f: #9aa3b2; --g: #d9a441; --h: #b3b9c6; --i: #4c9fb5; --j: #a8576f;
+  --c: #c4571f; --d: #8a6fc4; --e: #2f8f83; --f: #9aa3b2; --g: #d9a441; --h: #b3b9c6; --i: #4c9fb5; --j: #a8576f; --k: #7d8c3a;
   font: 14px/1.5 system-ui, sans-serif;
 }
 .spmd-cell h1 { font-size: 1.4rem; margin: 0 }

@@ -30,7 +30,7 @@ import spmd
 from spmd.errors import CompileError, SpmdError
 from spmd.launch.cli import main
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner import compile, compile_client
+from spmd.planner import compile, compile_client, html_report, memory
 from spmd.planner.compile import compiler_of, description
 from spmd.planner.drawings import array_drawing
 from spmd.planner.target import Cluster, Overhead, Spread, load, shipped
@@ -854,3 +854,7 @@ def test_plan_notes_operations_without_flops():
     )
     plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
     assert re.search(r"note: the FLOPs of lapack\w+.* are not counted", str(plan))
+
+
+def test_all_memory_of_a_step_is_drawn():
+    assert {*memory.PARTS} - {"temporaries"} <= html_report.MEMORY.keys()  # of temporaries two parts are drawn
