@@ -328,7 +328,6 @@ class PlacedModel:
 
     def release(self) -> None:
         """Free the arrays of a model that was handed over, which are in a state now or are not needed."""
-        self._as_passed.release()
         self._adapted.release()
 
     def begin(self, params: Tree, stats: Tree, frozen: Tree) -> State:

@@ -164,6 +164,7 @@ def test_adapters_train_alike_under_every_layout(name, kept, blocks):
         np.testing.assert_allclose(ours[path], theirs[path], rtol=0, atol=1e-4, err_msg=path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kept", ["int8", "nf4"])
 def test_quantized_weights_compute_with_their_values(kept):
     trainer = trainer_of("fsdp", Train(frozen=kept, block=4), ADAPTERS)
@@ -300,6 +301,7 @@ def test_loss_may_read_a_quantized_kernel_itself():
     assert ours == pytest.approx(theirs, abs=1e-6)
 
 
+@pytest.mark.system
 def test_plan_has_a_line_for_frozen_parameters():
     layout = dataclasses.replace(fsdp(), train=Train(frozen="nf4", block=4), adapters=ADAPTERS)
     plan = spmd.plan(lambda: Net(), batch(), loss=loss, optimizer=optax.adam(1e-2), target="8xcpu", layout=layout)
