@@ -181,7 +181,7 @@ class Memory:
         share += "" if sure else f", from {low} to {high} in nine cases of ten"
         chance = "" if sure else f" with {percent(self.likelihood if self.fits else 1 - self.likelihood)} likelihood"
         share += f", if JAX may use {self.fraction:.0%} of it" if self.fraction else ""
-        if not sure and self.pool is not None and self.likelihood < LIKELY:
+        if not sure and self.pool is not None and self.likelihood < LIKELY and self.range[0] <= self.capacity:
             share += f"; {' and '.join(map(str, self.sides))}"
         if not self.fits:
             left = f"{format_bytes(-self.headroom)} too much" if self.headroom < 0 else f"only {format_bytes(self.headroom)} left"

@@ -111,6 +111,8 @@ def test_the_verdict_is_a_likelihood():
     sides = "; 8.5 GiB of 8.2 GiB in JAX's part (24%) and 1.0 GiB of 804.6 MiB beside it (24%); 512.0 MiB too much on each device."
     assert verdicts[9].verdict.endswith(sides), "6 % are 24 % of 24 %"
     assert verdicts[9].likelihood == math.prod(side.likelihood for side in verdicts[9].sides)
+    hopeless = with_items(memory, 4 * GIB, *beside).verdict
+    assert hopeless.startswith("DOES NOT FIT with more than 99% likelihood: 9.5 GiB of 4.0 GiB") and "JAX's part" not in hopeless
     (alone,) = dataclasses.replace(verdicts[9], pool=None).sides
     assert (alone.where, alone.room) == ("", 9 * GIB) and alone.likelihood == pytest.approx(0.159, abs=1e-3), "of all together"
     assert [verdicts[size].fits for size in verdicts] == [True, True, False]
