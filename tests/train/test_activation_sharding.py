@@ -256,7 +256,7 @@ def test_what_a_module_returns_is_where_the_rule_says(kind, remat):
     assert "sharding_constraint" in text and ("remat" in text) == remat
     step = program._function(("step", 16, True)).lower(*arguments).as_text()
     assert re.search(r'sharding_constraint.*\{\}, \{"model"\}', step), "in the manual step the data axes are taken out"
-    measured = program._function(("evaluate",)).lower(state.params, state.stats, state.rngs, placed.leaves, placed.weights).as_text()
+    measured = program._function(("evaluate",)).lower(state.variables, placed.leaves, placed.weights).as_text()
     assert re.search(r'sharding_constraint.*\{"data"\}, \{"model"\}', measured), "elsewhere they are put in front"
     plain = spmd.Trainer(model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh="data=8", layout="data_parallel")
     after, metrics = trainer.step(state, batch)
