@@ -202,7 +202,7 @@ lines = [
     f"- The first fix that does: {fixes[-1].change} ({memory(fixes[-1].plan)}, {1e3 * fixes[-1].plan.timeline.seconds:.3g} ms per step).",
     f"- The fastest that was found: {search.plans[0][0]} ({memory(best)}, {1e3 * best.timeline.seconds:.3g} ms per step).",
     f"- Of {len(search.plans) + len(search.rejected)} candidates {len(search.plans)} were compiled and fit.",
-    f"- Data-parallel training of {first.rows} rows stops gaining at {curve.knee('exact')} devices with exact gradients.",
+    f"- Data-parallel training of {first.rows} rows gains from more devices up to {curve.knee('exact')}, with exact gradients.",
 ]
 assert not first.fits and fixes[-1].fits and best.timeline.seconds <= fixes[-1].plan.timeline.seconds
 Markdown("\n".join(lines))
