@@ -32,6 +32,7 @@ from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
 from spmd.sync.notes import notes as exchange_notes, server_notes
 from spmd.sync.param_server.statistics import ServerStatistics
+from spmd.train.choose_frozen import check_same_trained
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
@@ -229,6 +230,7 @@ class Trainer:
         with reader.naming_errors(step):
             layout = loads(reader.meta(step)["layout"])
         check_sync_schedule(layout.parameter_server, self.layout.parameter_server, step)
+        check_same_trained(layout, self.layout, step)
         return reader.restore(step, self.abstract_state, self._placed.init_memory, self._placed.packing)
 
     @property

@@ -161,7 +161,9 @@ def _ended(result: Any) -> str:
     losses, evaluated = result.history["loss"] if len(result.history) else [], result.history.evaluations
     shown = [f"{name} {value:.4g}" for name, value in (evaluated[-1].items() if evaluated else ()) if name.startswith("eval_")]
     trained = [f"loss {losses[0]:.4g} to {losses[-1]:.4g}"] if losses else []
-    return ", ".join([f"step {int(result.state.step)}", *trained, *shown])
+    step = int(result.state.step)
+    resumed = [f"resumed from step {step - len(losses)}"] if len(losses) < step else []
+    return ", ".join([f"step {step}", *resumed, *trained, *shown])
 
 
 def _check_options(options: argparse.Namespace) -> None:

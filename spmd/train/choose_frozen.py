@@ -1,11 +1,12 @@
 """Which parameters of a model a layout's `[train]` and `[[adapters]]` do not train, and how those are kept."""
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from spmd.errors import LayoutError, Problem, raise_problems
+from spmd.errors import CheckpointError, LayoutError, Problem, raise_problems
 from spmd.layout.fixes import first_names, path_fix
 from spmd.layout.schema import Layout
 from spmd.layout.trained import Train
@@ -90,3 +91,23 @@ def _problems_of_kept(train: Train, shapes: Mapping[str, tuple[int, ...]]) -> It
             misfits.setdefault(problem, []).append(path)
     for (why, fix), paths in misfits.items():
         yield Problem(f"[train] block   {first_names(paths)}", [why], f"[train] {fix}", path=paths[0], kind="not_divisible")
+
+
+def check_same_trained(saved: Layout, now: Layout, step: int) -> None:
+    """Refuse another `[train]` or other `[[adapters]]` than those under which the checkpoint of a step was written.
+
+    Raises:
+      CheckpointError: names every key that differs. An adapter's alpha, too, decides what a model computes.
+    """
+    problems, pairs = [], [("[train]", saved.train, now.train)]
+    if len(saved.adapters) != len(now.adapters):
+        problems.append(Problem("[[adapters]]", [f"saved {len(saved.adapters)}, now {len(now.adapters)}"]))
+    pairs += [(f"[[adapters]] rule {number}", *pair) for number, pair in enumerate(zip(saved.adapters, now.adapters, strict=False), 1)]
+    for where, before, after in pairs:
+        names = [field.name for field in dataclasses.fields(before) if field.compare]
+        changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+        lines = [f"{name.rstrip('_')} was {getattr(before, name)}, is {getattr(after, name)}" for name in changed]
+        problems += [Problem(where, lines)] if lines else []
+    headline = f"step {step} was saved with other adapters, or with other parameters trained"
+    fix = "the tables that the run began with, or another folder for a new run."
+    raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems])

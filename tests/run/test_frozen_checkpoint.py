@@ -12,6 +12,8 @@ import pytest
 
 import spmd
 from spmd.errors import CheckpointError
+from spmd.layout.trained import Adapter
+from spmd.train.choose_frozen import check_same_trained
 from spmd.tree import flatten
 from tests.train.test_frozen import ADAPTERS, LAYOUTS, Net, Train, batch, loss
 
@@ -90,6 +92,16 @@ def test_another_choice_of_what_trains_does_not_fit(golden, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         fit("fsdp", 2, "int8", checkpoint=tmp_path, resume=True)
     golden("frozen_in_another_way", str(caught.value).replace(str(tmp_path), "RUN"))
+
+
+def test_another_scale_of_adapters_does_not_fit():
+    saved = spmd.Layout(adapters=(Adapter("up", rank=4, alpha=8.0), Adapter("down")))
+    check_same_trained(saved, dataclasses.replace(saved, name="another"), 3)
+    changed = dataclasses.replace(saved, adapters=(Adapter("up", rank=4, alpha=32.0, rslora=True), Adapter("down")))
+    with pytest.raises(CheckpointError, match=r"rule 1\n +alpha was 8.0, is 32.0\n +rslora was False, is True"):
+        check_same_trained(saved, changed, 3)
+    with pytest.raises(CheckpointError, match="saved 2, now 1"):
+        check_same_trained(saved, dataclasses.replace(saved, adapters=saved.adapters[:1]), 3)
 
 
 @pytest.mark.system
