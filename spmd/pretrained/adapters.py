@@ -21,14 +21,14 @@ from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import OptionError, PretrainedError, Problem, closest, join_names, printable, raise_problems, short_repr
 from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_paths, adapter_shapes, add_adapters
-from spmd.pretrained.folders import ORIGIN, Origin, module_of, origin_of, read_config, show_progress
+from spmd.pretrained.folders import CLASSIFIER, ORIGIN, Origin, module_of, origin_of, read_config, show_progress
 from spmd.pretrained.links import Link, solve
 from spmd.pretrained.match_tensors import Place, also_text, places_of, without_layer
 from spmd.pretrained.name_map import TRANSPOSE, Dims, NameMap, TensorRule, compiled, fill
 from spmd.pretrained.read_weights import read_arrays
 from spmd.pretrained.safetensors_files import Tensor, open_files
 from spmd.pretrained.write_weights import write_folder
-from spmd.tree import flatten
+from spmd.tree import Tree, flatten
 from spmd.user_paths import as_path
 
 CONFIG, STEM, PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
@@ -118,8 +118,11 @@ def save_adapters(
 ) -> Path:
     """Write a model's adapters as PEFT does, without its other weights. All processes call this; the folder appears once it is complete.
 
+    Nothing but adapters is written: of a result of `fit`, other parameters that were trained are an error. A module, `result.model` too, does
+    not know what was trained.
+
     Args:
-      model: a module with adapters, or what `fit` returned for one.
+      model: what `fit` returned for a module with adapters, or such a module.
       folder: is created; one that is not empty is an error.
       name_map: of the model's weights; None: the one by which they were loaded.
       base_model: what the config names as the model that the adapters are for; None: the folder from which it was loaded.
@@ -128,7 +131,7 @@ def save_adapters(
       The folder.
 
     Raises:
-      OptionError: the model has no adapters.
+      OptionError: the model has no adapters; or parameters beside them were trained, or are the new classifier of `load(labels=...)`.
       PretrainedError: the folder is not empty or cannot be written; layers that are no module of the files; nothing was written.
 
     Example:
@@ -140,6 +143,14 @@ def save_adapters(
     adapters, layers = adapter_paths(module), _linears(module)
     if not adapters:
         raise OptionError("save_adapters: the model has no adapters.", fix="spmd.pretrained.save, for its weights.")
+    trainer, origin, saved = getattr(model, "trainer", None), getattr(module, ORIGIN, None), "spmd.pretrained.save(..., merged=True)"
+    if trainer is not None:
+        check_only_adapters(trainer.placed.abstract_variables.params, f"{saved} writes all weights; or a [train] that leaves these out.")
+    if isinstance(origin, Origin) and origin.config is not None:
+        why = (
+            f"save_adapters: {join_names(CLASSIFIER.values())} are new, of load(labels=...), and would be lost: only adapters are written."
+        )
+        raise OptionError(why, fix=f"{saved}, which writes the classifier, too.")
     by_name = _map_of(module, name_map)
     chosen = [found for found in modules_of(by_name, module) if found.layer in adapters]
     problems = [Problem(found.name, [found.refused], path=found.layer) for found in chosen if found.refused]
@@ -156,7 +167,6 @@ def save_adapters(
             size = shape[0] * shape[1] * leaf.dtype.itemsize
             tensor = Tensor(f"{PREFIX}{found.name}.{suffix}", target / f"{STEM}.safetensors", np.dtype(leaf.dtype), shape, 0, size)
             links.append(_link(tensor, found, matrix))
-    origin = getattr(module, ORIGIN, None)
     where = base_model if base_model is not None or not isinstance(origin, Origin) else str(origin.files.where)
     others = {names[0].removesuffix(".weight") for _, _, names in _mapped(by_name, module)} - {found.name for found in chosen}
     config = _make_config({found.name: adapters[found.layer] for found in chosen}, others)
@@ -177,6 +187,24 @@ def save_adapters(
     finally:
         display.close()
     return target
+
+
+def check_only_adapters(params: Tree, fix: str) -> None:
+    """Refuse parameters that are trained beside adapters, whose files have no place for them.
+
+    Args:
+      params: those that are trained: `abstract_variables.params` of a `PlacedModel`, or `params` of a state.
+
+    Raises:
+      OptionError: some are of no adapter.
+
+    Example:
+      >>> check_only_adapters({"head": {"lora_a": 0, "lora_b": 0}}, "merge them.")
+    """
+    others = [path for path in flatten(params) if path.rpartition("/")[2] not in NAMES]
+    if others:
+        counted = f"{len(others)} trained parameter{'s' * (len(others) > 1)} would be lost"
+        raise OptionError(f"{counted}, because files of adapters have adapters alone: {join_names(others)}.", fix=fix)
 
 
 def _map_of(module: nnx.Module, name_map: Any) -> NameMap:

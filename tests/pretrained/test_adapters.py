@@ -18,8 +18,9 @@ from test_families import FIXTURES, all_at_once, as_array, batch_of, bytes_of, e
 from weight_models import Listed, Stacked, make_tensors, name_map
 
 import spmd
+from spmd.api import Result
 from spmd.errors import SpmdError
-from spmd.layout.trained import Adapter
+from spmd.layout.trained import Adapter, Train
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.pretrained.adapters import load_adapters, modules_of, save_adapters
 from spmd.pretrained.folders import load, save
@@ -328,6 +329,23 @@ def test_calls_that_are_refused(tmp_path, golden):
     ]
     golden("adapter_calls", "\n\n".join(texts))
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_adapters_files_would_lose(tmp_path, golden):
+    """Parameters that are trained beside adapters, and a classifier that `load` drew; `save(merged=True)` has both."""
+    train, texts = Train(include="classifier/**"), []
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), adapters=(Adapter("stack/layers/{query,value}", rank=2),))
+    run = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "mesh": "data=8"}
+    for folder, labels in (("bert_classes", None), ("bert_features", ["no", "yes"])):
+        model = load(FIXTURES / folder, labels=labels)
+        trainer = spmd.Trainer(model, layout=dataclasses.replace(layout, train=train if labels is None else Train()), **run)
+        result = Result(trainer.init(), None, None, trainer)
+        texts.append(text_of(lambda result=result: save_adapters(result, tmp_path / "out"), tmp_path))
+        if labels is not None:
+            texts.append(text_of(lambda result=result: save_adapters(result.model, tmp_path / "out"), tmp_path))
+    golden("adapter_weights_that_would_be_lost", "\n\n".join(texts))
+    save(result, tmp_path / "merged", merged=True)
+    assert "classifier.weight" in open_files(tmp_path / "merged").tensors and not (tmp_path / "out").exists()
 
 
 @pytest.mark.system
