@@ -21,6 +21,8 @@ from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import OptionError, PretrainedError, Problem, closest, join_names, printable, raise_problems, short_repr
 from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_paths, adapter_shapes, add_adapters
+from spmd.pretrained.decoder import Decoder
+from spmd.pretrained.encoder import Encoder
 from spmd.pretrained.folders import CLASSIFIER, ORIGIN, Origin, module_of, origin_of, read_config, show_progress
 from spmd.pretrained.links import Link, solve
 from spmd.pretrained.match_tensors import Place, also_text, places_of, without_layer
@@ -118,8 +120,8 @@ def save_adapters(
 ) -> Path:
     """Write a model's adapters as PEFT does, without its other weights. All processes call this; the folder appears once it is complete.
 
-    Nothing but adapters is written: of a result of `fit`, other parameters that were trained are an error. A module, `result.model` too, does
-    not know what was trained.
+    Nothing but adapters is written: of a result of `fit`, other parameters that were trained are an error. A module, `result.model` too,
+    does not know what was trained.
 
     Args:
       model: what `fit` returned for a module with adapters, or such a module.
@@ -170,7 +172,11 @@ def save_adapters(
     where = base_model if base_model is not None or not isinstance(origin, Origin) else str(origin.files.where)
     others = {names[0].removesuffix(".weight") for _, _, names in _mapped(by_name, module)} - {found.name for found in chosen}
     config = _make_config({found.name: adapters[found.layer] for found in chosen}, others)
-    config |= {"base_model_name_or_path": where, "fan_in_fan_out": not all(found.transposed for found in chosen)}
+    config |= {
+        "base_model_name_or_path": where,
+        "task_type": _task_type(module),
+        "fan_in_fan_out": not all(found.transposed for found in chosen),
+    }
     display = show_progress(progress)
     try:
         write_folder(
@@ -216,6 +222,13 @@ def _map_of(module: nnx.Module, name_map: Any) -> NameMap:
     return origin_of(module).name_map
 
 
+def _task_type(module: nnx.Module) -> str | None:
+    """Which of PEFT's classes is for a model. None: the one for any; that for classes (SEQ_CLS) wants a classifier in the file."""
+    if isinstance(module, Encoder):
+        return "FEATURE_EXTRACTION" if module.config.task == "features" else None
+    return "CAUSAL_LM" if isinstance(module, Decoder) else None
+
+
 def _linears(module: nnx.Module) -> dict[str, Any]:
     found = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
     return {path: sub for path, sub in found.items() if isinstance(sub, nnx.Linear)}
@@ -233,15 +246,16 @@ def _link(tensor: Tensor, module: FileModule, leaf: str, dims: Dims | None = TRA
 def _mapped(name_map: NameMap, module: nnx.Module) -> Iterator[tuple[TensorRule, Place, list[str]]]:
     """Where the model keeps each parameter, the first rule that maps it, and the names of its tensors.
 
-    A folder may lack a prefix that the model has in other libraries, and which the first rule has.
+    A folder may lack a prefix that the model has in other libraries, and which the first rule has; an encoder without a head has none.
     """
+    bare = isinstance(module, Encoder) and module.config.task == "features"
     places, known = places_of(name_map.layers, flatten(nnx.to_pure_dict(nnx.state(module, nnx.Param)))), set[Place]()
     for rule in name_map.tensors:
         for pattern in rule.model if not rule.tied else ():
             for path, place in places.items():
                 if place not in known and (hit := compiled(pattern).fullmatch(path)):
                     known.add(place)
-                    yield rule, place, [fill(file, hit.groupdict()) for file in rule.file]
+                    yield rule, place, [fill(file, hit.groupdict()).removeprefix(name_map.prefix if bare else "") for file in rule.file]
 
 
 def modules_of(name_map: NameMap, module: nnx.Module) -> list[FileModule]:
@@ -440,7 +454,7 @@ def _make_config(adapters: Mapping[str, Adapter], others: Collection[str]) -> di
         logging.getLogger("spmd").warning("%s holds one dropout, %s: that of %s is lost.", CONFIG, dropout, shown)
     most_alpha, alphas = common({name: alpha(adapter) for name, adapter in adapters.items()})
     return {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True},
+        **{"peft_type": "LORA", "bias": "none", "inference_mode": True},
         **{"r": rank, "rank_pattern": ranks, "lora_alpha": most_alpha, "alpha_pattern": alphas, "use_rslora": rslora},
         **{"lora_dropout": dropout, "target_modules": _ends(adapters, others)},
     }

@@ -86,6 +86,21 @@ def test_written_files_equal_pefts(name, tmp_path):
     same_logits(name, load_adapters(load(FIXTURES / BASES[name]), tmp_path / "saved"))
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "prefix"), [("classes", None, "bert."), ("features", "FEATURE_EXTRACTION", ""), ("masked", None, "bert.")]
+)
+def test_adapters_of_an_encoder(name, task, prefix, tmp_path):
+    """PEFT's class for its task, and names of modules as `transformers` has them: a BertModel's have no prefix."""
+    model = load(FIXTURES / f"bert_{name}")
+    add_adapters(model, [Adapter("stack/layers/query", rank=2)], nnx.Rngs(0))
+    folder = save_adapters(model, tmp_path / "saved")
+    assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == task
+    assert f"base_model.model.{prefix}encoder.layer.0.attention.self.query.lora_A.weight" in open_files(folder, "adapter_model").tensors
+    again = load_adapters(load(FIXTURES / f"bert_{name}"), folder)
+    both = [jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (model, again)]
+    assert all(map(np.array_equal, *both)) and len(both[0]) == len(both[1])
+
+
 def test_config_names_modules_briefly(tmp_path):
     save_adapters(with_adapters("llama_patterns"), tmp_path / "saved")
     config = json.loads((tmp_path / "saved/adapter_config.json").read_text())
