@@ -36,9 +36,9 @@ from spmd.user_paths import as_path
 CONFIG, STEM, PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
 MATRICES = dict(zip(NAMES, ("lora_A.weight", "lora_B.weight"), strict=True))
 BASE = "base_layer.weight"  # PEFT writes the weights of a head that has adapters, too
-WITHOUT_EFFECT = (  # keys for a training, and those that say what the names and shapes of tensors say
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "target_modules"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "megatron_core", "runtime_config"),
+WITHOUT_EFFECT = (  # keys for a training, and fan_in_fan_out, which PEFT corrects by the kind of a layer
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("fan_in_fan_out", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of init_lora_weights that leave the model's weights as they are
@@ -304,7 +304,23 @@ class _Config:
             known = isinstance(value, dict) and all(isinstance(key, str) and re.fullmatch(r"[\w.]+", key) for key in value)
             return known and all(map(accepts, value.values()))
 
+        def names(value: Any) -> bool:
+            return value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+        def modules(value: Any) -> bool:
+            return names(value) and (not isinstance(value, str) or _is_pattern(value))
+
+        def layers(value: Any) -> bool:
+            return value is None or type(value) is int or (isinstance(value, list) and all(type(layer) is int for layer in value))
+
+        def lists(value: Any) -> bool:
+            return names(value) and all(re.fullmatch(r"[\w.]+", name) for name in _as_list(value))
+
         accepted = {
+            "target_modules": (modules, "names of modules, or a regular expression"),
+            "exclude_modules": (modules, "names of modules, or a regular expression"),
+            "layers_to_transform": (layers, "numbers of layers"),
+            "layers_pattern": (lists, "names of lists of layers"),
             "peft_type": (lambda value: value == "LORA", "LORA"),
             "r": (lambda value: type(value) is int and value > 0, "a whole number from 1"),
             "lora_alpha": (number, "a number above 0"),
@@ -322,12 +338,32 @@ class _Config:
             return [Problem("peft_type", ["there is none."], kind="invalid_value")]
         found = []
         for key, value in self.values.items():
-            if key in accepted and not accepted[key][0](value):
+            if key == "use_dora" and value:
+                found.append(Problem(key, [f"{short_repr(value)}; DoRA is not supported."], MERGE, kind="invalid_value"))
+            elif key in accepted and not accepted[key][0](value):
                 fix = MERGE if key in ("peft_type", "bias", "init_lora_weights") else ""
                 found.append(Problem(key, [f"{short_repr(value)}; known: {accepted[key][1]}."], fix, kind="invalid_value"))
             elif key not in (*accepted, *WITHOUT_EFFECT) and value:
                 found.append(Problem(printable(key, 100), [f"{short_repr(value)}; this key is not known."], MERGE, kind="unknown_key"))
         return found
+
+    def names(self, module: str) -> bool | None:
+        """Whether the keys that choose modules name one, as PEFT matches them; None if they leave the choice to PEFT."""
+        target, layers = self.values.get("target_modules"), self.values.get("layers_to_transform")
+        if target is None or (isinstance(target, str) and target.lower() == "all-linear"):
+            return None
+        if _chooses(self.values.get("exclude_modules"), module) or not _chooses(target, module):
+            return False
+        if layers is None or layers == []:
+            return True
+        lists = [rf"(?:.*?\.)?{name}" for name in _as_list(self.values.get("layers_pattern"))] or [r".*?\.[^.]*"]
+        hit = next(filter(None, (re.match(rf"{before}\.(\d+)\.", module) for before in lists)), None)
+        return hit is not None and int(hit[1]) in _as_list(layers)
+
+    def shown(self) -> str:
+        """The keys that choose modules, and their values."""
+        keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+        return ", ".join(f"{key} {short_repr(self.values[key])}" for key in keys if self.values.get(key) not in (None, []))
 
     def get(self, key: str, module: str) -> Any:
         """The rank or alpha of a module: that of the first pattern that is its name or the end of it, or that of all."""
@@ -341,6 +377,25 @@ class _Config:
         """The adapter of a module, for a layer of the model."""
         rslora, dropout = self.values.get("use_rslora", False), float(self.values.get("lora_dropout", 0.0))
         return Adapter(layer, rank=self.get("r", module), alpha=float(self.get("lora_alpha", module)), dropout=dropout, rslora=rslora)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def _chooses(value: Any, module: str) -> bool:
+    """Whether a regular expression is all of a module's name, or one of several names the end of it."""
+    if isinstance(value, str):
+        return re.fullmatch(value, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in value or ())
 
 
 class _Reader:
@@ -377,6 +432,8 @@ class _Reader:
         self.adapters = [next(iter(adapters.values())) for adapters in slots.values()]
         if not tensors:
             self._problem(f"{STEM}.safetensors", "it holds no tensor.")
+        if not self._found:  # else a tensor that does not fit would be one that is missing, too
+            self._check_choice(by_module)
 
     @property
     def problems(self) -> list[Problem]:
@@ -421,6 +478,16 @@ class _Reader:
             if adapter != adapters[first]:
                 ours, theirs = (f"rank {each.rank}, alpha {each.alpha:g}" for each in (adapter, adapters[first]))
                 self._problem(names[slot], f"{ours}; {names[first]} has {theirs}, and both are in one stack.", MERGE)
+
+    def _check_choice(self, in_file: Collection[str]) -> None:
+        """The config chooses the modules that have tensors, and no others of the model."""
+        fix = f"the {CONFIG} that was written with these tensors."
+        for name in self._modules:
+            named = self._config.names(name)
+            if named is False and name in in_file:
+                self._problem(name, f"it has tensors, and {CONFIG} does not choose it: {self._config.shown()}.", fix)
+            elif named and name not in in_file:
+                self._problem(name, f"it has no tensors, and {CONFIG} chooses it: {self._config.shown()}.", fix)
 
     def differences(self, values: dict[str, jax.Array]) -> list[Problem]:
         """Kernels that the file has as well, and that are not those of the model; they are taken out of `values`."""

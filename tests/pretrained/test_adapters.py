@@ -263,7 +263,29 @@ CONFIGS = {
         **{"rank_pattern": {"^(a|b)+$": 2}, "alpha_pattern": {"o_proj": -1}},
     },
     "another_rank": {"r": 5},
+    "wrong_choices": {"target_modules": "(q_proj", "exclude_modules": 3, "layers_to_transform": ["0"], "layers_pattern": "(h"},
+    "modules_that_are_not_named": {"target_modules": ["q_proj", "k_proj", "proj"]},
+    "modules_that_no_pattern_names": {"target_modules": r".*\.(q|k|v|down)_proj"},
+    "excluded_modules": {"exclude_modules": ["v_proj"]},
+    "layers_that_are_not_named": {"layers_to_transform": [0, 1, 3], "layers_pattern": ["h", "layers"]},
+    "one_layer": {"layers_to_transform": 2},
 }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": r"model\.layers\.\d+\.(self_attn\.[qv]|mlp\.down)_proj"},
+        {"target_modules": ["q_proj", "self_attn.v_proj", "mlp.down_proj", "experts"], "layers_to_transform": [0, 1, 2, 3]},
+        {"target_modules": r".*_proj", "exclude_modules": ["k_proj", "o_proj", "gate_proj", "up_proj"]},
+        {"target_modules": "all-linear"},
+        {"target_modules": None, "fan_in_fan_out": True},
+    ],
+)
+def test_config_names_the_modules_with_tensors(config, tmp_path):
+    """As a list of ends of names or a regular expression; with the numbers of layers, or all but those excluded."""
+    again = load_adapters(load(FIXTURES / "llama"), copy_of("llama", tmp_path, **config))
+    assert adapter_paths(again) == adapter_paths(with_adapters("llama"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
