@@ -151,7 +151,8 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
             raise OptionError(f"--adapters {path}: {why}", fix="[[adapters]] and [train] here, and all other tables in that of --layout.")
         if layout.adapters or layout.train != Layout().train:
             raise OptionError(f"--adapters {path}: {layout.source} has [train] or [[adapters]] as well.", fix="one of the two files.")
-        layout = dataclasses.replace(layout, train=given.train, adapters=given.adapters)
+        source = f"{layout.source} with {given.source}"
+        layout = dataclasses.replace(layout, train=given.train, adapters=given.adapters, source=source)
     if options.merge and not layout.adapters:
         raise OptionError("--merge without adapters.", fix="--adapters FILE, or leave it out.")
     return layout

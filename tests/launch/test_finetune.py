@@ -170,6 +170,7 @@ WRONG = {
     "no_adapters": lambda path: adapters_file(path, '[train]\ninclude = "**"\n'),
     "adapters_with_other_tables": lambda path: adapters_file(path, f'{ADAPTERS}\n[optimizer]\nshard = "data"\n'),
     "adapters_that_match_nothing": lambda path: adapters_file(path, ADAPTERS.replace("query", "querry").replace(",value,down", "")),
+    "nothing_that_train_names": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final/**"')),
     "weights_beside_adapters": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final_norm/**"')),
     "adapters_twice": lambda path: [*adapters_file(path, ADAPTERS), "--layout", path / "adapters.toml"],
     "merge_of_nothing": lambda path: ["--merge"],
