@@ -23,7 +23,7 @@ from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_paths, adapter_shapes, add_adapters
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.encoder import Encoder
-from spmd.pretrained.folders import CLASSIFIER, ORIGIN, Origin, module_of, origin_of, read_config, show_progress
+from spmd.pretrained.folders import ADAPTER_CONFIG, CLASSIFIER, ORIGIN, Origin, module_of, origin_of, read_config, show_progress
 from spmd.pretrained.links import Link, solve
 from spmd.pretrained.match_tensors import Place, also_text, places_of, without_layer
 from spmd.pretrained.name_map import TRANSPOSE, Dims, NameMap, TensorRule, compiled, fill
@@ -33,7 +33,7 @@ from spmd.pretrained.write_weights import write_folder
 from spmd.tree import Tree, flatten
 from spmd.user_paths import as_path
 
-CONFIG, STEM, PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+STEM, PREFIX = "adapter_model", "base_model.model."
 MATRICES = dict(zip(NAMES, ("lora_A.weight", "lora_B.weight"), strict=True))
 BASE = "base_layer.weight"  # PEFT writes the weights of a head that has adapters, too
 WITHOUT_EFFECT = (  # keys for a training, and fan_in_fan_out, which PEFT corrects by the kind of a layer
@@ -87,9 +87,9 @@ def load_adapters(
     names, display = _map_of(module, name_map), show_progress(progress)
 
     def read() -> tuple[list[Adapter], dict[str, jax.Array]]:
-        config = _Config(read_config(path, CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
+        config = _Config(read_config(path, ADAPTER_CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
         tensors = open_files(path, STEM).tensors
-        raise_problems(PretrainedError, f"{path / CONFIG} asks for what is not supported", config.problems())
+        raise_problems(PretrainedError, f"{path / ADAPTER_CONFIG} asks for what is not supported", config.problems())
         reader = _Reader(module, names, config, tensors)
         raise_problems(PretrainedError, f"the adapters of {path} do not fit the model", reader.problems)
         values, _ = read_arrays(reader.links, reader.targets, display)
@@ -185,7 +185,7 @@ def save_adapters(
             arrays,
             dtypes={link.tensor.name: link.tensor.dtype for link in links},
             metadata={"format": "pt"},
-            beside={CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()},
+            beside={ADAPTER_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()},
             max_shard=2**62,
             display=display,
             stem=STEM,
@@ -481,13 +481,13 @@ class _Reader:
 
     def _check_choice(self, in_file: Collection[str]) -> None:
         """The config chooses the modules that have tensors, and no others of the model."""
-        fix = f"the {CONFIG} that was written with these tensors."
+        fix = f"the {ADAPTER_CONFIG} that was written with these tensors."
         for name in self._modules:
             named = self._config.names(name)
             if named is False and name in in_file:
-                self._problem(name, f"it has tensors, and {CONFIG} does not choose it: {self._config.shown()}.", fix)
+                self._problem(name, f"it has tensors, and {ADAPTER_CONFIG} does not choose it: {self._config.shown()}.", fix)
             elif named and name not in in_file:
-                self._problem(name, f"it has no tensors, and {CONFIG} chooses it: {self._config.shown()}.", fix)
+                self._problem(name, f"it has no tensors, and {ADAPTER_CONFIG} chooses it: {self._config.shown()}.", fix)
 
     def differences(self, values: dict[str, jax.Array]) -> list[Problem]:
         """Kernels that the file has as well, and that are not those of the model; they are taken out of `values`."""
@@ -518,7 +518,7 @@ def _make_config(adapters: Mapping[str, Adapter], others: Collection[str]) -> di
     dropout, dropouts = common({name: adapter.dropout for name, adapter in adapters.items()})
     if dropouts:
         shown = ", ".join(f"{end} {value}" for end, value in dropouts.items())
-        logging.getLogger("spmd").warning("%s holds one dropout, %s: that of %s is lost.", CONFIG, dropout, shown)
+        logging.getLogger("spmd").warning("%s holds one dropout, %s: that of %s is lost.", ADAPTER_CONFIG, dropout, shown)
     most_alpha, alphas = common({name: alpha(adapter) for name, adapter in adapters.items()})
     return {
         **{"peft_type": "LORA", "bias": "none", "inference_mode": True},

@@ -212,6 +212,13 @@ def test_bad_input_of_generate_is_named_before_weights_are_read(options, message
     assert message in capsys.readouterr().err
 
 
+def test_generate_with_a_folder_of_adapters_alone(capsys):
+    folder = FOLDER.parent / "adapters/llama"
+    assert main(["generate", str(folder), "--prompt", "a"]) == 2
+    text = capsys.readouterr().err
+    assert f"{folder} has adapters and no model." in text and f"fix: spmd generate MODEL --adapters {folder}" in text
+
+
 MORE = ["--epochs", 4, "--save-every", 2, "--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
 ENDS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 

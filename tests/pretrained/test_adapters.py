@@ -356,6 +356,7 @@ def test_calls_that_are_refused(tmp_path, golden):
             lambda: load_adapters(plain, binary),
             lambda: load_adapters(adapted, ADAPTERS / "llama"),
             lambda: load_adapters(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ADAPTERS / "llama"),
+            lambda: load(damaged),
             lambda: save_adapters(plain, tmp_path / "out"),
             lambda: save_adapters(gpt2, tmp_path / "out"),
             lambda: save_adapters(stacked, tmp_path / "out"),
