@@ -151,7 +151,8 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
             raise OptionError(f"--adapters {path}: {why}", fix="[[adapters]] and [train] here, and all other tables in that of --layout.")
         if layout.adapters or layout.train != Layout().train:
             raise OptionError(f"--adapters {path}: {layout.source} has [train] or [[adapters]] as well.", fix="one of the two files.")
-        layout = dataclasses.replace(layout, train=given.train, adapters=given.adapters)
+        source = f"{layout.source} with {given.source}"
+        layout = dataclasses.replace(layout, train=given.train, adapters=given.adapters, source=source)
     if options.merge and not layout.adapters:
         raise OptionError("--merge without adapters.", fix="--adapters FILE, or leave it out.")
     return layout
@@ -205,6 +206,7 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     from spmd.data.tokenize import Tokenizer
     from spmd.losses import next_token
     from spmd.mesh import MeshSpec, make_mesh
+    from spmd.pretrained.adapters import check_only_adapters
     from spmd.pretrained.decoder_config import DecoderConfig
     from spmd.pretrained.folders import CONFIG, Outline, read_config
     from spmd.pretrained.safetensors_files import open_files
@@ -230,7 +232,10 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     check_batch(dict.fromkeys(fields, row), outline.layout or layout, MeshSpec.parse(mesh), options.accumulate)
     outline.match(open_files(path))
     run = TrainConfig(outline.model, next_token, _optimizer(options, 100), precision=options.precision, seed=options.seed)
-    PlacedModel(run, mesh, layout).resolved  # noqa: B018  # compares adapters, and what trains, with the model
+    placed = PlacedModel(run, mesh, layout)
+    placed.resolved  # noqa: B018  # compares adapters, and what trains, with the model
+    if layout.adapters and not options.merge:
+        check_only_adapters(placed.abstract_variables.params, "--merge writes all weights; or a [train] that leaves these out.")
     return length
 
 

@@ -54,12 +54,16 @@ def _generate(options: argparse.Namespace) -> str | int:
     from spmd.data.prompts import Prompts
     from spmd.distributed.initialize import join
     from spmd.pretrained.architectures import find
-    from spmd.pretrained.folders import CONFIG, read_config
+    from spmd.pretrained.folders import CONFIG, has_adapters_alone, read_config
 
     join()
     folder = as_path(options.folder, "FOLDER")
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}.", fix="check the path; a model's name must be downloaded to a folder first.")
+    if has_adapters_alone(folder):
+        raise DataError(
+            f"{folder} has adapters and no model.", fix=f"spmd generate MODEL --adapters {folder}, with the model they are for."
+        )
     find(read_config(folder), str(folder / CONFIG))
     coder = None if options.tokens else Prompts(folder, options.chat)
     texts = [*(options.prompt or []), *(_text(path) for path in options.prompt_file or [])]

@@ -31,6 +31,9 @@ def hand_over(module: nnx.Module) -> None:
     HANDED_OVER[id(module)] = module
 
 
+NOTES = "training_notes"  # the attribute of a module with what a person should know of how it is trained
+
+
 class NnxModel(Model):
     """A Flax nnx module, built by `factory` under a trace, or passed with its arrays (`concrete`)."""
 
@@ -41,6 +44,7 @@ class NnxModel(Model):
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
         self._uncalled: set[str] = set()  # paths of layers with adapters that were not called yet
+        self._said: tuple[str, ...] = ()  # notes that the module has
         self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
         self._given = concrete if passed is None else passed  # what the user has, which may be without adapters
         self._concrete = None if concrete is None else self._split(concrete)
@@ -131,13 +135,13 @@ class NnxModel(Model):
 
     def notes(self) -> list[str]:
         if len(self._frozen) == 0:
-            return []
+            return list(self._said)
         undo = " If .eval() set that, call model.train() first." if self._given is not None else ""
         more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
-        return [f"note: batch statistics are frozen, by use_running_average=True: {self._frozen[0]}{more}.{undo}"]
+        return [*self._said, f"note: batch statistics are frozen, by use_running_average=True: {self._frozen[0]}{more}.{undo}"]
 
     def _split(self, module: nnx.Module) -> Variables:
-        self._frozen = _frozen(module, given=self._given is not None)
+        self._said, self._frozen = getattr(module, NOTES, ()), _frozen(module, given=self._given is not None)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
         self._uncalled = set(adapter_paths(module))
         self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))

@@ -21,22 +21,24 @@ from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import OptionError, PretrainedError, Problem, closest, join_names, printable, raise_problems, short_repr
 from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_paths, adapter_shapes, add_adapters
-from spmd.pretrained.folders import ORIGIN, Origin, module_of, origin_of, read_config, show_progress
+from spmd.pretrained.decoder import Decoder
+from spmd.pretrained.encoder import Encoder
+from spmd.pretrained.folders import ADAPTER_CONFIG, CLASSIFIER, ORIGIN, Origin, module_of, origin_of, read_config, show_progress
 from spmd.pretrained.links import Link, solve
 from spmd.pretrained.match_tensors import Place, also_text, places_of, without_layer
 from spmd.pretrained.name_map import TRANSPOSE, Dims, NameMap, TensorRule, compiled, fill
 from spmd.pretrained.read_weights import read_arrays
 from spmd.pretrained.safetensors_files import Tensor, open_files
 from spmd.pretrained.write_weights import write_folder
-from spmd.tree import flatten
+from spmd.tree import Tree, flatten
 from spmd.user_paths import as_path
 
-CONFIG, STEM, PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+STEM, PREFIX = "adapter_model", "base_model.model."
 MATRICES = dict(zip(NAMES, ("lora_A.weight", "lora_B.weight"), strict=True))
 BASE = "base_layer.weight"  # PEFT writes the weights of a head that has adapters, too
-WITHOUT_EFFECT = (  # keys for a training, and those that say what the names and shapes of tensors say
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "target_modules"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "megatron_core", "runtime_config"),
+WITHOUT_EFFECT = (  # keys for a training, and fan_in_fan_out, which PEFT corrects by the kind of a layer
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("fan_in_fan_out", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of init_lora_weights that leave the model's weights as they are
@@ -85,9 +87,9 @@ def load_adapters(
     names, display = _map_of(module, name_map), show_progress(progress)
 
     def read() -> tuple[list[Adapter], dict[str, jax.Array]]:
-        config = _Config(read_config(path, CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
+        config = _Config(read_config(path, ADAPTER_CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
         tensors = open_files(path, STEM).tensors
-        raise_problems(PretrainedError, f"{path / CONFIG} asks for what is not supported", config.problems())
+        raise_problems(PretrainedError, f"{path / ADAPTER_CONFIG} asks for what is not supported", config.problems())
         reader = _Reader(module, names, config, tensors)
         raise_problems(PretrainedError, f"the adapters of {path} do not fit the model", reader.problems)
         values, _ = read_arrays(reader.links, reader.targets, display)
@@ -118,8 +120,11 @@ def save_adapters(
 ) -> Path:
     """Write a model's adapters as PEFT does, without its other weights. All processes call this; the folder appears once it is complete.
 
+    Nothing but adapters is written: of a result of `fit`, other parameters that were trained are an error. A module, `result.model` too,
+    does not know what was trained.
+
     Args:
-      model: a module with adapters, or what `fit` returned for one.
+      model: what `fit` returned for a module with adapters, or such a module.
       folder: is created; one that is not empty is an error.
       name_map: of the model's weights; None: the one by which they were loaded.
       base_model: what the config names as the model that the adapters are for; None: the folder from which it was loaded.
@@ -128,7 +133,7 @@ def save_adapters(
       The folder.
 
     Raises:
-      OptionError: the model has no adapters.
+      OptionError: the model has no adapters; or parameters beside them were trained, or are the new classifier of `load(labels=...)`.
       PretrainedError: the folder is not empty or cannot be written; layers that are no module of the files; nothing was written.
 
     Example:
@@ -140,6 +145,14 @@ def save_adapters(
     adapters, layers = adapter_paths(module), _linears(module)
     if not adapters:
         raise OptionError("save_adapters: the model has no adapters.", fix="spmd.pretrained.save, for its weights.")
+    trainer, origin, saved = getattr(model, "trainer", None), getattr(module, ORIGIN, None), "spmd.pretrained.save(..., merged=True)"
+    if trainer is not None:
+        check_only_adapters(trainer.placed.abstract_variables.params, f"{saved} writes all weights; or a [train] that leaves these out.")
+    if isinstance(origin, Origin) and origin.config is not None:
+        why = (
+            f"save_adapters: {join_names(CLASSIFIER.values())} are new, of load(labels=...), and would be lost: only adapters are written."
+        )
+        raise OptionError(why, fix=f"{saved}, which writes the classifier, too.")
     by_name = _map_of(module, name_map)
     chosen = [found for found in modules_of(by_name, module) if found.layer in adapters]
     problems = [Problem(found.name, [found.refused], path=found.layer) for found in chosen if found.refused]
@@ -156,11 +169,14 @@ def save_adapters(
             size = shape[0] * shape[1] * leaf.dtype.itemsize
             tensor = Tensor(f"{PREFIX}{found.name}.{suffix}", target / f"{STEM}.safetensors", np.dtype(leaf.dtype), shape, 0, size)
             links.append(_link(tensor, found, matrix))
-    origin = getattr(module, ORIGIN, None)
     where = base_model if base_model is not None or not isinstance(origin, Origin) else str(origin.files.where)
     others = {names[0].removesuffix(".weight") for _, _, names in _mapped(by_name, module)} - {found.name for found in chosen}
     config = _make_config({found.name: adapters[found.layer] for found in chosen}, others)
-    config |= {"base_model_name_or_path": where, "fan_in_fan_out": not all(found.transposed for found in chosen)}
+    config |= {
+        "base_model_name_or_path": where,
+        "task_type": _task_type(module),
+        "fan_in_fan_out": not all(found.transposed for found in chosen),
+    }
     display = show_progress(progress)
     try:
         write_folder(
@@ -169,7 +185,7 @@ def save_adapters(
             arrays,
             dtypes={link.tensor.name: link.tensor.dtype for link in links},
             metadata={"format": "pt"},
-            beside={CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()},
+            beside={ADAPTER_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()},
             max_shard=2**62,
             display=display,
             stem=STEM,
@@ -179,6 +195,24 @@ def save_adapters(
     return target
 
 
+def check_only_adapters(params: Tree, fix: str) -> None:
+    """Refuse parameters that are trained beside adapters, whose files have no place for them.
+
+    Args:
+      params: those that are trained: `abstract_variables.params` of a `PlacedModel`, or `params` of a state.
+
+    Raises:
+      OptionError: some are of no adapter.
+
+    Example:
+      >>> check_only_adapters({"head": {"lora_a": 0, "lora_b": 0}}, "merge them.")
+    """
+    others = [path for path in flatten(params) if path.rpartition("/")[2] not in NAMES]
+    if others:
+        counted = f"{len(others)} trained parameter{'s' * (len(others) > 1)} would be lost"
+        raise OptionError(f"{counted}, because files of adapters have adapters alone: {join_names(others)}.", fix=fix)
+
+
 def _map_of(module: nnx.Module, name_map: Any) -> NameMap:
     if name_map is not None:
         return NameMap.load(name_map)
@@ -186,6 +220,13 @@ def _map_of(module: nnx.Module, name_map: Any) -> NameMap:
         why = "this model was not loaded by spmd.pretrained.load, so the names that its layers have in files are not known."
         raise PretrainedError(why, fix="name_map=, the map of its weights.")
     return origin_of(module).name_map
+
+
+def _task_type(module: nnx.Module) -> str | None:
+    """Which of PEFT's classes is for a model. None: the one for any; that for classes (SEQ_CLS) wants a classifier in the file."""
+    if isinstance(module, Encoder):
+        return "FEATURE_EXTRACTION" if module.config.task == "features" else None
+    return "CAUSAL_LM" if isinstance(module, Decoder) else None
 
 
 def _linears(module: nnx.Module) -> dict[str, Any]:
@@ -205,15 +246,16 @@ def _link(tensor: Tensor, module: FileModule, leaf: str, dims: Dims | None = TRA
 def _mapped(name_map: NameMap, module: nnx.Module) -> Iterator[tuple[TensorRule, Place, list[str]]]:
     """Where the model keeps each parameter, the first rule that maps it, and the names of its tensors.
 
-    A folder may lack a prefix that the model has in other libraries, and which the first rule has.
+    A folder may lack a prefix that the model has in other libraries, and which the first rule has; an encoder without a head has none.
     """
+    bare = isinstance(module, Encoder) and module.config.task == "features"
     places, known = places_of(name_map.layers, flatten(nnx.to_pure_dict(nnx.state(module, nnx.Param)))), set[Place]()
     for rule in name_map.tensors:
         for pattern in rule.model if not rule.tied else ():
             for path, place in places.items():
                 if place not in known and (hit := compiled(pattern).fullmatch(path)):
                     known.add(place)
-                    yield rule, place, [fill(file, hit.groupdict()) for file in rule.file]
+                    yield rule, place, [fill(file, hit.groupdict()).removeprefix(name_map.prefix if bare else "") for file in rule.file]
 
 
 def modules_of(name_map: NameMap, module: nnx.Module) -> list[FileModule]:
@@ -262,7 +304,23 @@ class _Config:
             known = isinstance(value, dict) and all(isinstance(key, str) and re.fullmatch(r"[\w.]+", key) for key in value)
             return known and all(map(accepts, value.values()))
 
+        def names(value: Any) -> bool:
+            return value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+        def modules(value: Any) -> bool:
+            return names(value) and (not isinstance(value, str) or _is_pattern(value))
+
+        def layers(value: Any) -> bool:
+            return value is None or type(value) is int or (isinstance(value, list) and all(type(layer) is int for layer in value))
+
+        def lists(value: Any) -> bool:
+            return names(value) and all(re.fullmatch(r"[\w.]+", name) for name in _as_list(value))
+
         accepted = {
+            "target_modules": (modules, "names of modules, or a regular expression"),
+            "exclude_modules": (modules, "names of modules, or a regular expression"),
+            "layers_to_transform": (layers, "numbers of layers"),
+            "layers_pattern": (lists, "names of lists of layers"),
             "peft_type": (lambda value: value == "LORA", "LORA"),
             "r": (lambda value: type(value) is int and value > 0, "a whole number from 1"),
             "lora_alpha": (number, "a number above 0"),
@@ -280,12 +338,32 @@ class _Config:
             return [Problem("peft_type", ["there is none."], kind="invalid_value")]
         found = []
         for key, value in self.values.items():
-            if key in accepted and not accepted[key][0](value):
+            if key == "use_dora" and value:
+                found.append(Problem(key, [f"{short_repr(value)}; DoRA is not supported."], MERGE, kind="invalid_value"))
+            elif key in accepted and not accepted[key][0](value):
                 fix = MERGE if key in ("peft_type", "bias", "init_lora_weights") else ""
                 found.append(Problem(key, [f"{short_repr(value)}; known: {accepted[key][1]}."], fix, kind="invalid_value"))
             elif key not in (*accepted, *WITHOUT_EFFECT) and value:
                 found.append(Problem(printable(key, 100), [f"{short_repr(value)}; this key is not known."], MERGE, kind="unknown_key"))
         return found
+
+    def names(self, module: str) -> bool | None:
+        """Whether the keys that choose modules name one, as PEFT matches them; None if they leave the choice to PEFT."""
+        target, layers = self.values.get("target_modules"), self.values.get("layers_to_transform")
+        if target is None or (isinstance(target, str) and target.lower() == "all-linear"):
+            return None
+        if _chooses(self.values.get("exclude_modules"), module) or not _chooses(target, module):
+            return False
+        if layers is None or layers == []:
+            return True
+        lists = [rf"(?:.*?\.)?{name}" for name in _as_list(self.values.get("layers_pattern"))] or [r".*?\.[^.]*"]
+        hit = next(filter(None, (re.match(rf"{before}\.(\d+)\.", module) for before in lists)), None)
+        return hit is not None and int(hit[1]) in _as_list(layers)
+
+    def shown(self) -> str:
+        """The keys that choose modules, and their values."""
+        keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+        return ", ".join(f"{key} {short_repr(self.values[key])}" for key in keys if self.values.get(key) not in (None, []))
 
     def get(self, key: str, module: str) -> Any:
         """The rank or alpha of a module: that of the first pattern that is its name or the end of it, or that of all."""
@@ -299,6 +377,25 @@ class _Config:
         """The adapter of a module, for a layer of the model."""
         rslora, dropout = self.values.get("use_rslora", False), float(self.values.get("lora_dropout", 0.0))
         return Adapter(layer, rank=self.get("r", module), alpha=float(self.get("lora_alpha", module)), dropout=dropout, rslora=rslora)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def _chooses(value: Any, module: str) -> bool:
+    """Whether a regular expression is all of a module's name, or one of several names the end of it."""
+    if isinstance(value, str):
+        return re.fullmatch(value, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in value or ())
 
 
 class _Reader:
@@ -335,6 +432,8 @@ class _Reader:
         self.adapters = [next(iter(adapters.values())) for adapters in slots.values()]
         if not tensors:
             self._problem(f"{STEM}.safetensors", "it holds no tensor.")
+        if not self._found:  # else a tensor that does not fit would be one that is missing, too
+            self._check_choice(by_module)
 
     @property
     def problems(self) -> list[Problem]:
@@ -380,6 +479,16 @@ class _Reader:
                 ours, theirs = (f"rank {each.rank}, alpha {each.alpha:g}" for each in (adapter, adapters[first]))
                 self._problem(names[slot], f"{ours}; {names[first]} has {theirs}, and both are in one stack.", MERGE)
 
+    def _check_choice(self, in_file: Collection[str]) -> None:
+        """The config chooses the modules that have tensors, and no others of the model."""
+        fix = f"the {ADAPTER_CONFIG} that was written with these tensors."
+        for name in self._modules:
+            named = self._config.names(name)
+            if named is False and name in in_file:
+                self._problem(name, f"it has tensors, and {ADAPTER_CONFIG} does not choose it: {self._config.shown()}.", fix)
+            elif named and name not in in_file:
+                self._problem(name, f"it has no tensors, and {ADAPTER_CONFIG} chooses it: {self._config.shown()}.", fix)
+
     def differences(self, values: dict[str, jax.Array]) -> list[Problem]:
         """Kernels that the file has as well, and that are not those of the model; they are taken out of `values`."""
         kernels = {path: values.pop(path) for path in list(values) if path.endswith("kernel")}
@@ -409,10 +518,10 @@ def _make_config(adapters: Mapping[str, Adapter], others: Collection[str]) -> di
     dropout, dropouts = common({name: adapter.dropout for name, adapter in adapters.items()})
     if dropouts:
         shown = ", ".join(f"{end} {value}" for end, value in dropouts.items())
-        logging.getLogger("spmd").warning("%s holds one dropout, %s: that of %s is lost.", CONFIG, dropout, shown)
+        logging.getLogger("spmd").warning("%s holds one dropout, %s: that of %s is lost.", ADAPTER_CONFIG, dropout, shown)
     most_alpha, alphas = common({name: alpha(adapter) for name, adapter in adapters.items()})
     return {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True},
+        **{"peft_type": "LORA", "bias": "none", "inference_mode": True},
         **{"r": rank, "rank_pattern": ranks, "lora_alpha": most_alpha, "alpha_pattern": alphas, "use_rslora": rslora},
         **{"lora_dropout": dropout, "target_modules": _ends(adapters, others)},
     }

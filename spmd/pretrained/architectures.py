@@ -1,5 +1,6 @@
 """Which model and which name map belong to a config.json."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from spmd.errors import OptionError, PretrainedError, did_you_mean, short_repr
+from spmd.errors import OptionError, PretrainedError, did_you_mean, join_names, short_repr
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.decoder_config import DecoderConfig
 from spmd.pretrained.encoder import Encoder, EncoderConfig
@@ -88,8 +89,10 @@ def with_labels(config: Mapping[str, Any], labels: Sequence[str], where: str = "
       {'0': 'no', '1': 'yes'}
     """
     several = isinstance(labels, Sequence) and not isinstance(labels, str) and len(labels) > 0
-    if not several or not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
+    if not several or not all(isinstance(label, str) for label in labels):
         raise OptionError(f"labels={short_repr(labels)}.", fix='names of classes, such as ["negative", "positive"].')
+    if repeated := [label for label, count in collections.Counter(labels).items() if count > 1]:
+        raise OptionError(f"labels={short_repr(labels)} repeats {join_names(map(repr, repeated))}.", fix="one name for each class.")
     if config.get("model_type") != "bert":
         why = f"{where}: labels= is for an encoder, and model_type is {short_repr(config.get('model_type'))}."
         raise PretrainedError(why, fix="a folder of a BERT, or model= and name_map=.")

@@ -20,7 +20,7 @@ from spmd.layout.schema import Layout
 from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.models.base import Variables, trace_abstractly
-from spmd.models.flax_nnx import NnxModel, hand_over
+from spmd.models.flax_nnx import NOTES, NnxModel, hand_over
 from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
 from spmd.pretrained.architectures import Architecture, find, with_labels
@@ -35,7 +35,7 @@ from spmd.specs import pspec
 from spmd.tree import Tree, flatten, map_paths, parse_bytes
 from spmd.user_paths import as_path
 
-CONFIG = "config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 ORIGIN = "pretrained_origin"  # the attribute of a module that says where its weights are from; it stays with `result.model`
 AS_FILE = "file"
 CLASSIFIER = {"classifier.weight": "classifier/kernel", "classifier.bias": "classifier/bias"}  # tensors and arrays of a new one
@@ -72,12 +72,24 @@ def read_config(folder: Path, name: str = CONFIG, fix: str = "model= and name_ma
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if name == CONFIG and has_adapters_alone(folder):
+            fix = "spmd.pretrained.load of the model that they are for, then spmd.pretrained.load_adapters of this folder."
+            raise PretrainedError(f"{folder} has adapters and no model.", fix=fix) from error
         raise PretrainedError(f"{path} cannot be read: {error.strerror}.", fix=fix) from error
     except ValueError as error:
         raise PretrainedError(f"{path} is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise PretrainedError(f"{path} is not a JSON object but {short_repr(config)}.")
     return config
+
+
+def has_adapters_alone(folder: Path) -> bool:
+    """Whether a folder is one of adapters, without a model's config.
+
+    >>> has_adapters_alone(Path("nowhere"))
+    False
+    """
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +221,6 @@ def load(
         logger.info("%s: not read, and not in what save writes: %s, because %s.", path, join_names(names), reason)
     if new:
         logger.info("%s: new and random: %s.", path, join_names(CLASSIFIER))
-    for note in outline.notes:
-        logger.warning("%s: %s", path / CONFIG, note)
     others = _made_by_the_model(built, Variables(new, abstract.stats, abstract.rngs), outline.elsewhere)
     values |= others.params
     stats = map_paths(lambda name, leaf: values.get(name, leaf), others.stats)
@@ -219,6 +229,8 @@ def load(
         if isinstance(embed, nnx.Embed) and embed.dtype == embed.param_dtype:  # as built: it computes in the dtype of its table
             embed.dtype = embed.param_dtype = embed.embedding.dtype
     setattr(module, ORIGIN, origin)
+    if outline.notes:
+        setattr(module, NOTES, tuple(f"note: {path / CONFIG}: {note}" for note in outline.notes))
     hand_over(module)
     return module
 

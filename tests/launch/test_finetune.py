@@ -170,6 +170,8 @@ WRONG = {
     "no_adapters": lambda path: adapters_file(path, '[train]\ninclude = "**"\n'),
     "adapters_with_other_tables": lambda path: adapters_file(path, f'{ADAPTERS}\n[optimizer]\nshard = "data"\n'),
     "adapters_that_match_nothing": lambda path: adapters_file(path, ADAPTERS.replace("query", "querry").replace(",value,down", "")),
+    "nothing_that_train_names": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final/**"')),
+    "weights_beside_adapters": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final_norm/**"')),
     "adapters_twice": lambda path: [*adapters_file(path, ADAPTERS), "--layout", path / "adapters.toml"],
     "merge_of_nothing": lambda path: ["--merge"],
     "an_encoder": lambda path: [shutil.copytree(FOLDER.parent / "bert_classes", path / "model")],
@@ -208,6 +210,13 @@ def test_bad_input_of_generate_is_named_before_weights_are_read(options, message
     monkeypatch.setattr("spmd.pretrained.folders.read_arrays", lambda *_: pytest.fail("weights were read"))
     assert main(["generate", str(FOLDER), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_generate_with_a_folder_of_adapters_alone(capsys):
+    folder = FOLDER.parent / "adapters/llama"
+    assert main(["generate", str(folder), "--prompt", "a"]) == 2
+    text = capsys.readouterr().err
+    assert f"{folder} has adapters and no model." in text and f"fix: spmd generate MODEL --adapters {folder}" in text
 
 
 MORE = ["--epochs", 4, "--save-every", 2, "--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]

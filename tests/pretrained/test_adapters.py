@@ -18,8 +18,9 @@ from test_families import FIXTURES, all_at_once, as_array, batch_of, bytes_of, e
 from weight_models import Listed, Stacked, make_tensors, name_map
 
 import spmd
+from spmd.api import Result
 from spmd.errors import SpmdError
-from spmd.layout.trained import Adapter
+from spmd.layout.trained import Adapter, Train
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.pretrained.adapters import load_adapters, modules_of, save_adapters
 from spmd.pretrained.folders import load, save
@@ -83,6 +84,21 @@ def test_written_files_equal_pefts(name, tmp_path):
     for key in ("peft_type", "task_type", "bias", "lora_dropout", "use_rslora", "fan_in_fan_out", "base_model_name_or_path"):
         assert config[key] == original[key], key
     same_logits(name, load_adapters(load(FIXTURES / BASES[name]), tmp_path / "saved"))
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "prefix"), [("classes", None, "bert."), ("features", "FEATURE_EXTRACTION", ""), ("masked", None, "bert.")]
+)
+def test_adapters_of_an_encoder(name, task, prefix, tmp_path):
+    """PEFT's class for its task, and names of modules as `transformers` has them: a BertModel's have no prefix."""
+    model = load(FIXTURES / f"bert_{name}")
+    add_adapters(model, [Adapter("stack/layers/query", rank=2)], nnx.Rngs(0))
+    folder = save_adapters(model, tmp_path / "saved")
+    assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == task
+    assert f"base_model.model.{prefix}encoder.layer.0.attention.self.query.lora_A.weight" in open_files(folder, "adapter_model").tensors
+    again = load_adapters(load(FIXTURES / f"bert_{name}"), folder)
+    both = [jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (model, again)]
+    assert all(map(np.array_equal, *both)) and len(both[0]) == len(both[1])
 
 
 def test_config_names_modules_briefly(tmp_path):
@@ -247,7 +263,29 @@ CONFIGS = {
         **{"rank_pattern": {"^(a|b)+$": 2}, "alpha_pattern": {"o_proj": -1}},
     },
     "another_rank": {"r": 5},
+    "wrong_choices": {"target_modules": "(q_proj", "exclude_modules": 3, "layers_to_transform": ["0"], "layers_pattern": "(h"},
+    "modules_that_are_not_named": {"target_modules": ["q_proj", "k_proj", "proj"]},
+    "modules_that_no_pattern_names": {"target_modules": r".*\.(q|k|v|down)_proj"},
+    "excluded_modules": {"exclude_modules": ["v_proj"]},
+    "layers_that_are_not_named": {"layers_to_transform": [0, 1, 3], "layers_pattern": ["h", "layers"]},
+    "one_layer": {"layers_to_transform": 2},
 }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": r"model\.layers\.\d+\.(self_attn\.[qv]|mlp\.down)_proj"},
+        {"target_modules": ["q_proj", "self_attn.v_proj", "mlp.down_proj", "experts"], "layers_to_transform": [0, 1, 2, 3]},
+        {"target_modules": r".*_proj", "exclude_modules": ["k_proj", "o_proj", "gate_proj", "up_proj"]},
+        {"target_modules": "all-linear"},
+        {"target_modules": None, "fan_in_fan_out": True},
+    ],
+)
+def test_config_names_the_modules_with_tensors(config, tmp_path):
+    """As a list of ends of names or a regular expression; with the numbers of layers, or all but those excluded."""
+    again = load_adapters(load(FIXTURES / "llama"), copy_of("llama", tmp_path, **config))
+    assert adapter_paths(again) == adapter_paths(with_adapters("llama"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -318,6 +356,7 @@ def test_calls_that_are_refused(tmp_path, golden):
             lambda: load_adapters(plain, binary),
             lambda: load_adapters(adapted, ADAPTERS / "llama"),
             lambda: load_adapters(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ADAPTERS / "llama"),
+            lambda: load(damaged),
             lambda: save_adapters(plain, tmp_path / "out"),
             lambda: save_adapters(gpt2, tmp_path / "out"),
             lambda: save_adapters(stacked, tmp_path / "out"),
@@ -328,6 +367,23 @@ def test_calls_that_are_refused(tmp_path, golden):
     ]
     golden("adapter_calls", "\n\n".join(texts))
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_adapters_files_would_lose(tmp_path, golden):
+    """Parameters that are trained beside adapters, and a classifier that `load` drew; `save(merged=True)` has both."""
+    train, texts = Train(include="classifier/**"), []
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), adapters=(Adapter("stack/layers/{query,value}", rank=2),))
+    run = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "mesh": "data=8"}
+    for folder, labels in (("bert_classes", None), ("bert_features", ["no", "yes"])):
+        model = load(FIXTURES / folder, labels=labels)
+        trainer = spmd.Trainer(model, layout=dataclasses.replace(layout, train=train if labels is None else Train()), **run)
+        result = Result(trainer.init(), None, None, trainer)
+        texts.append(text_of(lambda result=result: save_adapters(result, tmp_path / "out"), tmp_path))
+        if labels is not None:
+            texts.append(text_of(lambda result=result: save_adapters(result.model, tmp_path / "out"), tmp_path))
+    golden("adapter_weights_that_would_be_lost", "\n\n".join(texts))
+    save(result, tmp_path / "merged", merged=True)
+    assert "classifier.weight" in open_files(tmp_path / "merged").tensors and not (tmp_path / "out").exists()
 
 
 @pytest.mark.system
