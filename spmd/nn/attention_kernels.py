@@ -159,7 +159,7 @@ def _cudnn_refuses(call: Attend) -> str | None:
 
     try:
         jax.eval_shape(both_passes, call.query, call.key, call.value, ScoreArrays(bias=bias, key_lengths=row_lengths))
-    except (ValueError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, NotImplementedError, RuntimeError) as error:  # so JAX says what cuDNN does not take; the caller reports it
         return str(error).partition("\n")[0].removesuffix(".")
     return None
 

@@ -89,7 +89,8 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     try:
         with cudnn_of(cluster.target):
             exported, donated = program.export(platform)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, AttributeError) as error:  # of jax.export
+    except (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, AttributeError) as error:
+        # jax.export raises all of these, for what it cannot serialize; whatever it was is in the error, with what to leave out
         raise CompileError(
             f"the step cannot be exported to another process: {first_line(error)}",
             fix="plan it without code that needs the host or its devices: jax.debug.print, jax.pure_callback, a mesh of your own, or "

@@ -69,7 +69,7 @@ class Progress:
 
     def _draw(self, step: int, parts: Sequence[str]) -> None:
         """Each kind of progress draws its own way."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: only subclasses are made
 
     def say(self, text: str) -> None:
         """Print text that stays, wrapped between words."""

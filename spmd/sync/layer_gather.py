@@ -147,7 +147,7 @@ class LayerReplicate:
 
     def reduce(self, paths: Mapping[str, str], params: Tree, grads: Tree, residuals: Tree) -> tuple[Tree, Tree]:
         """There is no backward pass."""
-        raise NotImplementedError
+        raise NotImplementedError  # this gather is for evaluation and prediction, which have no gradients
 
 
 def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array | None]) -> Tree:

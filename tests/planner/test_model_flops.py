@@ -121,7 +121,7 @@ def test_cudnn_is_answered_only_while_a_plan_asks():
     with cudnn_of(Cluster.parse("8xa100_80").target):
         assert trace().shape == q.shape
         wide = jnp.zeros((2, 128, 2, 256), "bfloat16")
-        with pytest.raises(NotImplementedError, match="128"):  # of an A100; an H100 takes it
+        with pytest.raises(NotImplementedError, match="128"):  # JAX's, which must stay: an A100 takes no wider heads
             jax.nn.dot_product_attention(wide, wide, wide, implementation="cudnn")
     assert before == dict(vars(fused_attention_stablehlo))
     with cudnn_of(Cluster.parse("8xcpu").target):

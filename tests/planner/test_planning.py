@@ -782,7 +782,10 @@ def test_saturation_agrees_with_plans(workers):
     for plan, curve in zip(plans, curves, strict=True):
         assert curve.rates["exact"][curve.devices.index(plan.cluster.count)] == pytest.approx(plan.rows_per_second, rel=1e-12)
     if workers == 4:  # 8 are on one node, as planned
+        # no identity: the curve is a line through two programs, and a plan compiles a third; 2.3 % here, where a step of which
+        # everything scales with the rows would be off by more than 100 %
         assert curves[0].rates["exact"][3] == pytest.approx(plans[1].rows_per_second, rel=0.03)
+        assert 2 * plans[0].rows_per_second > 2 * plans[1].rows_per_second
     assert f"The rows cannot be divided evenly over {2 * curves[0].devices[-1]} devices." in " ".join(str(curves[0]).split())
     assert "divided evenly" not in str(spmd.saturation(plans[0], codecs=["exact"], most=2 * workers))
 

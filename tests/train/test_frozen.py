@@ -148,13 +148,15 @@ def test_included_parameters_train_as_in_a_loop_by_hand():
     assert_equal(arrays(state.params), {path: leaf for path, leaf in arrays(params).items() if path.startswith("head/")})
 
 
+FLOAT_LAYOUTS = [name for name in LAYOUTS if "int8" not in name]
+STACKS_AND_LISTS = [(name, False) for name in FLOAT_LAYOUTS]
+STACKS_AND_LISTS += [(name, True) for name in FLOAT_LAYOUTS if not LAYOUTS[name]["layout"].pipeline.axis]  # a pipeline is made of a stack
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("kept", [None, "int8", "nf4"])
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "int8" not in name])
+@pytest.mark.parametrize(("name", "blocks"), STACKS_AND_LISTS)
 def test_adapters_train_alike_under_every_layout(name, kept, blocks):
-    if blocks and LAYOUTS[name]["layout"].pipeline.axis:
-        pytest.skip("a pipeline is made of a stack")
     how = {"train": Train(frozen=kept, block=4 if kept else 64), "adapters": ADAPTERS, "model": lambda: Net(blocks)}
     (state, last), (reference, expected) = (train(trainer_of(one, **how)) for one in (name, "one device"))
     assert abs(last - expected) < 2e-6
@@ -189,7 +191,7 @@ def test_merged_weights_compute_what_adapters_do():
     assert type(merged.stack.layers) is nnx.Linear
     np.testing.assert_allclose(merged(x), adapted(x), rtol=0, atol=1e-6)
     np.testing.assert_allclose(trainer.predict(state, x), adapted(x), rtol=0, atol=1e-6)
-    assert not np.allclose(adapted(x), made()(x), atol=1e-3)
+    assert np.abs(adapted(x) - made()(x)).max() > 1e-3  # a thousand times what merged weights may differ by: adapters do something
 
 
 def test_given_module_stays_as_it_is():
