@@ -124,6 +124,37 @@ class Model(abc.ABC):
         """The user's own kind of object, holding these arrays."""
 
 
+class WrappedModel(Model):
+    """A model that keeps the arrays of `model` in another way; what a subclass does not define is as of the model."""
+
+    def __init__(self, model: Model):
+        self._model = model
+
+    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+        return self._model.names(key, run)
+
+    def stacks(self) -> dict[str, int]:
+        return self._model.stacks()
+
+    def notes(self) -> list[str]:
+        return self._model.notes()
+
+    def check_workers(self) -> None:
+        self._model.check_workers()
+
+    def bind(self, variables: Variables, call: Call) -> Any:
+        return self._model.bind(variables, call)
+
+    def get_stats(self, bound: Any) -> Tree:
+        return self._model.get_stats(bound)
+
+    def check_remat(self, patterns: tuple[str, ...]) -> None:
+        self._model.check_remat(patterns)
+
+    def check_adapters(self) -> None:
+        self._model.check_adapters()
+
+
 def trace_abstractly(function: Callable[..., Any], subject: str, *args: Any) -> Any:
     """`jax.eval_shape` with our own error: nothing is allocated, nothing is compiled."""
     try:

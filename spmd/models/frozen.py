@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.models.base import Call, Model, Variables
+from spmd.models.base import Call, Model, Variables, WrappedModel
 from spmd.models.quantized import KINDS, Quantized, dequantize, quantize
 from spmd.tree import Tree, flatten, map_paths
 
@@ -68,11 +68,12 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, Quantized)
 
 
-class FrozenModel(Model):
+class FrozenModel(WrappedModel):
     """`model` with the parameters that are not trained as `Variables.frozen`."""
 
     def __init__(self, model: Model, frozen: Frozen):
-        self._model, self._frozen = model, frozen
+        super().__init__(model)
+        self._frozen = frozen
 
     def _split(self, variables: Variables) -> Variables:
         params, frozen = self._frozen.split(variables.params)
@@ -83,22 +84,9 @@ class FrozenModel(Model):
         """The arrays of a model that was passed with arrays."""
         return None if self._model.concrete is None else self._split(self._model.concrete)
 
-    @property
-    def handed_over(self) -> bool:
-        """As of the model."""
-        return self._model.handed_over
-
-    def release(self) -> None:
-        """As of the model."""
-        self._model.release()
-
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         """All arrays."""
         return self._split(self._model.init(key, run))
-
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        """Those of the model."""
-        return self._model.names(key, run)
 
     def stacks(self) -> dict[str, int]:
         """Those of the model; of quantized parameters those of codes and scales."""
@@ -106,37 +94,9 @@ class FrozenModel(Model):
         parts = {f"{path}/{part}": stacks[path] for path in stacks if path in self._frozen.lower for part in ("codes", "scales")}
         return stacks | (parts if self._frozen.kept in KINDS else {})
 
-    def kernels(self) -> frozenset[str]:
-        """Those of the model."""
-        return self._model.kernels()
-
-    def adapters(self) -> frozenset[str]:
-        """Those of the model."""
-        return self._model.adapters()
-
-    def notes(self) -> list[str]:
-        """Those of the model."""
-        return self._model.notes()
-
-    def check_workers(self) -> None:
-        """As of the model."""
-        self._model.check_workers()
-
     def bind(self, variables: Variables, call: Call) -> Any:
         """The model with all of its parameters."""
         return self._model.bind(dataclasses.replace(variables, params=join(variables.params, variables.frozen), frozen={}), call)
-
-    def get_stats(self, bound: Any) -> Tree:
-        """Those of the model."""
-        return self._model.get_stats(bound)
-
-    def check_remat(self, patterns: tuple[str, ...]) -> None:
-        """As of the model."""
-        self._model.check_remat(patterns)
-
-    def check_adapters(self) -> None:
-        """As of the model."""
-        self._model.check_adapters()
 
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind; quantized parameters are arrays again, where their codes lie."""

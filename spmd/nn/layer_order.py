@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.models.base import Call, Model, Variables
+from spmd.models.base import Model, Variables, WrappedModel
 from spmd.tree import Tree, flatten, map_paths
 from spmd.xla import move_bits
 
@@ -53,11 +53,12 @@ class StageOrder:
         return dataclasses.replace(self, like=leaf, paths=("",) if path in self.paths else ())
 
 
-class StageOrderedModel(Model):
+class StageOrderedModel(WrappedModel):
     """`model` with its parameters stored in stage order; its stacks read `ParallelConfig.in_stage_order`."""
 
     def __init__(self, model: Model, order: StageOrder):
-        self._model, self._order = model, order
+        super().__init__(model)
+        self._order = order
 
     @property
     def concrete(self) -> Variables | None:
@@ -70,30 +71,6 @@ class StageOrderedModel(Model):
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         """All arrays, in stage order."""
         return self._packed(self._model.init(key, run))
-
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        """Those of the model."""
-        return self._model.names(key, run)
-
-    def stacks(self) -> dict[str, int]:
-        """Those of the model."""
-        return self._model.stacks()
-
-    def bind(self, variables: Variables, call: Call) -> Any:
-        """The model with its layers in stage order."""
-        return self._model.bind(variables, call)
-
-    def get_stats(self, bound: Any) -> Tree:
-        """Those of the model."""
-        return self._model.get_stats(bound)
-
-    def check_remat(self, patterns: tuple[str, ...]) -> None:
-        """Those of the model."""
-        self._model.check_remat(patterns)
-
-    def check_adapters(self) -> None:
-        """Those of the model."""
-        self._model.check_adapters()
 
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind, with layers in the network's order."""

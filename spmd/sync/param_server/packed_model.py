@@ -6,16 +6,16 @@ from typing import Any
 
 import jax
 
-from spmd.models.base import Call, Model, Variables
+from spmd.models.base import Call, Model, Variables, WrappedModel
 from spmd.sync.param_server.packing import Storage
-from spmd.tree import Tree
 
 
-class PackedModel(Model):
+class PackedModel(WrappedModel):
     """`model` with its parameters packed for the servers."""
 
     def __init__(self, model: Model, storage: Storage):
-        self._model, self.storage = model, storage
+        super().__init__(model)
+        self.storage = storage
 
     @property
     def concrete(self) -> Variables | None:
@@ -41,18 +41,10 @@ class PackedModel(Model):
         """The model with its parameters unpacked."""
         return self._model.bind(dataclasses.replace(variables, params=self.storage.views(variables.params)), call)
 
-    def get_stats(self, bound: Any) -> Tree:
-        """The model's own."""
-        return self._model.get_stats(bound)
-
-    def check_remat(self, patterns: tuple[str, ...]) -> None:
-        """The model's own."""
-        self._model.check_remat(patterns)
-
-    def check_adapters(self) -> None:
-        """The model's own."""
-        self._model.check_adapters()
-
     def rebuild(self, variables: Variables) -> Any:
         """The user's kind of object, with replicated parameters."""
         return self._model.rebuild(jax.jit(self._unpacked)(variables))
+
+    def stacks(self) -> dict[str, int]:
+        """Rows have no layers."""
+        return {}
