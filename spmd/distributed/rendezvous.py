@@ -233,7 +233,9 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
         try:
             with socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0)) as connection:
                 send_message(connection, {**message, "nonce": nonce, "proof": proof_of(world.token, nonce, message)})
-                answer = receive_message(connection, began + timeout + LINGER)  # process 0 knows who is missing, and answers at its own timeout
+                answer = receive_message(
+                    connection, began + timeout + LINGER
+                )  # process 0 knows who is missing, and answers at its own timeout
         except OSError:
             answer = None
         proof = str(answer.pop("proof", "")) if answer is not None else ""

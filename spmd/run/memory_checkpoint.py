@@ -2,8 +2,8 @@
 
 Every process writes the shards that its plan gives it (`memory_plan.py`) as one file (`piece_file.py`) into its host's folder
 (`memory_folder.py`), then sends those that no other host has to the next host. Before a step is written, all processes agree that all of
-them are ready, and on the newest step that all have written: that one is kept until this one is complete, all others are removed. What fails
-is counted and logged once; it never stops training.
+them are ready, and on the newest step that all have written. That one is kept until this one is complete; all others are removed. What
+fails is counted and logged once; it never stops training.
 """
 
 import dataclasses
@@ -11,8 +11,9 @@ import json
 import logging
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,7 @@ class MemoryCheckpoints:
     Args:
       folder: of this host.
       abstract_state: shapes, dtypes and shardings of the state.
-      identity: of the run; the same in all processes.
-      make_receiver: whether other hosts may send copies; replaced in tests.
+      start: identifies this start of the run; the same in all processes.
 
     Attributes:
       counts: what was done so far.
@@ -106,7 +106,7 @@ class MemoryCheckpoints:
         self.described = {path: describe(leaf) for path, leaf in self.arrays.items()}
         self.holders = shard_holders(self.arrays)
         self._receiver: Receiver | None = None
-        self.job = self._meet(start)
+        self.job = self._find_hosts(start)
         self.plan: WritePlan = plan_writes(self.holders, self.described, self.job.hosts, self.job.rank)
         self.held: set[int] = set()  # steps that this process has written, or from which it was resumed
         self._voted: list[str] = []
@@ -116,9 +116,9 @@ class MemoryCheckpoints:
         self._copy: tuple[int, State] | None = None
         self._last = futures.Future[None]()
         self._last.set_result(None)
-        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd memory")
+        self._thread, self._closed = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd memory"), threading.Event()
 
-    def _meet(self, start: str) -> Job:
+    def _find_hosts(self, start: str) -> Job:
         """Find out which processes share a host, and where they receive copies."""
         rank = jax.process_index()
         texts = [json.loads(text) for text in gather_texts(json.dumps([self.folder.host, socket.gethostname()]))]
@@ -226,7 +226,7 @@ class MemoryCheckpoints:
         receive_piece(self.folder.piece(step, rank, sender), total, read, check)
 
     def _agree(self, step: int) -> set[int] | None:
-        """The step to keep until this one is complete, if any; None: some process is not ready, so nobody writes this step."""
+        """The step to keep until this one is complete, if any; None: some process is not ready, so none writes this step."""
         why = self.folder.lacks_room(self.plan.host_bytes, {step, max(self.held, default=-1)})
         votes = self._votes(step, json.dumps([sorted(self.held), why]))
         if votes is None:
@@ -234,7 +234,9 @@ class MemoryCheckpoints:
         decoded = [json.loads(vote) for vote in votes]
         if reason := next((why for _, why in decoded if why), ""):
             if self.job.rank == 0:
-                self._log_once(f"there is no room for checkpoints in memory, so training continues without: {printable(reason, 300)}", "room")
+                self._log_once(
+                    f"there is no room for checkpoints in memory, so training continues without: {printable(reason, 300)}", "room"
+                )
             return None
         common = set.intersection(*(set(held) for held, _ in decoded))
         return {max(common)} if common else set()
@@ -245,7 +247,7 @@ class MemoryCheckpoints:
             return [vote]
         self._vote(step, vote)
         size, until = coordination.process_info()[1], time.monotonic() + AGREE_SECONDS
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._closed.is_set():
             votes = coordination.read_dir(f"memory/{self.job.start}/{step}/")
             if "busy" in votes.values():
                 return None
@@ -271,8 +273,11 @@ class MemoryCheckpoints:
         futures.wait([self._last])
 
     def close(self, *, remove: bool) -> None:
-        """Wait for the thread, and release the folder; remove it once all processes are done, if the run does not need it any more."""
-        self._thread.shutdown()
+        """Release the folder; remove it, once all processes are done, if the run does not need it any more. Without `remove`, after an
+        error, the thread does not wait for other processes, which may be gone."""
+        if not remove:
+            self._closed.set()
+        self._thread.shutdown(wait=remove or not coordination.is_initialized())
         if self._receiver is not None:
             self._receiver.close()
         if remove:
@@ -317,7 +322,4 @@ def open_memory(base: str | Path | None, run_folder: Path, abstract_state: State
         if jax.process_index() == 0:
             logging.getLogger("spmd").warning("there are no checkpoints in memory: %s", printable(problem, 300))
         return None
-    assert folder is not None
-    return MemoryCheckpoints(folder, abstract_state, start)
-
-
+    return None if folder is None else MemoryCheckpoints(folder, abstract_state, start)

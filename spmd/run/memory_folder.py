@@ -37,7 +37,7 @@ def memory_base(chosen: str | Path | None) -> Path:
     """
     base = Path(chosen or os.environ.get("SPMD_MEMORY_FOLDER") or DEFAULT_BASE).absolute()
     if base == DEFAULT_BASE and not base.is_dir():
-        fix = 'Checkpoint(memory_folder=...) or $SPMD_MEMORY_FOLDER, a folder in memory or on a fast local disk; or no memory_every.'
+        fix = "Checkpoint(memory_folder=...) or $SPMD_MEMORY_FOLDER, a folder in memory or on a fast local disk; or no memory_every."
         raise OptionError(f"Checkpoint: memory_every needs {DEFAULT_BASE}, which this machine does not have.", fix=fix)
     return base
 
@@ -114,7 +114,7 @@ class MemoryFolder:
                     os.unlink(entry.path)
 
     def lacks_room(self, size: int, keeping: Collection[int]) -> str:
-        """Why so many bytes do not fit beside the pieces of some steps, as text; "" if they do."""
+        """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it does."""
         freed = sum(path.stat().st_size for path, (step, _) in self.pieces().items() if step not in keeping)
         limits = {"free in its file system": _free(self.path)}
         if in_memory(self.path):
@@ -167,7 +167,9 @@ def remove_unused(path: Path) -> bool:
 def is_memory_folder(path: Path) -> bool:
     """Whether a path is a folder that `MemoryFolder` has made for this user; a launcher removes no other."""
     with contextlib.suppress(OSError):
-        name_fits = path.is_absolute() and path.parent.name == f"spmd-{os.geteuid()}" and re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", path.name)
+        name_fits = (
+            path.is_absolute() and path.parent.name == f"spmd-{os.geteuid()}" and re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", path.name)
+        )
         return bool(name_fits) and _is_private(path.parent) and _is_private(path) and (path / RUN_FILE).is_file()
     return False
 

@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from spmd.run.piece_file import Bounds, Key, shard_bytes
 
 Hosts = Sequence[Sequence[int]]  # the ranks on each host
@@ -113,12 +111,12 @@ class FoundPiece:
 
 
 def complete_steps(found: Sequence[FoundPiece], needed: set[Key]) -> list[tuple[int, str]]:
-    """Steps, with the start of the run that wrote them, of which the pieces hold every shard, and what process 0 has recorded; newest first."""
+    """Steps of which the pieces hold every shard and process 0's metadata, each with the start of the run that wrote it; newest first."""
     groups: dict[tuple[int, str], list[FoundPiece]] = collections.defaultdict(list)
     for piece in found:
         groups[piece.step, piece.start].append(piece)
-    whole = [key for key, pieces in groups.items() if needed <= set().union(*(piece.keys for piece in pieces)) and _first(pieces)]
-    return sorted(whole, reverse=True)
+    complete = [key for key, pieces in groups.items() if needed <= set().union(*(piece.keys for piece in pieces)) and _first(pieces)]
+    return sorted(complete, reverse=True)
 
 
 def _first(pieces: Sequence[FoundPiece]) -> bool:
@@ -153,7 +151,9 @@ def plan_shipments(found: Sequence[FoundPiece], needs: Sequence[set[Key]]) -> li
         local = [piece for piece in found if piece.host == target]
         missing = needed.difference(*(piece.keys for piece in local))
         lacks_meta = not _first(local)
-        for piece in sorted((piece for piece in found if piece.host != target), key=lambda piece: (piece.rank != 0, piece.host, piece.name)):
+        for piece in sorted(
+            (piece for piece in found if piece.host != target), key=lambda piece: (piece.rank != 0, piece.host, piece.name)
+        ):
             keys = sorted(missing & piece.keys)
             if keys or (lacks_meta and piece.rank == 0):
                 shipments.append(Shipment(piece.host, target, piece.name, tuple(keys)))

@@ -196,6 +196,8 @@ def _source(memory: MemoryCheckpoints, shipments: list[Any]) -> str:
     """Where each process has its shards from."""
     job, groups = memory.job, dict[str, list[int]]()
     for number, ranks in enumerate(job.hosts):
-        senders = dict.fromkeys(job.names[job.hosts[shipment.source][0]] for shipment in shipments if shipment.target == number and shipment.keys)
+        senders = dict.fromkeys(
+            job.names[job.hosts[shipment.source][0]] for shipment in shipments if shipment.target == number and shipment.keys
+        )
         groups.setdefault(" and ".join(senders) or "own host", []).extend(ranks)
     return "; ".join(f"process {', '.join(map(str, ranks))}: {source}" for source, ranks in groups.items())

@@ -191,7 +191,7 @@ def receive_piece(path: Path, total: int, read: Callable[[memoryview], None], ch
       check: called with the header before anything is written; raises if it is not wanted.
 
     Raises:
-      DamagedFileError: what came is not a piece of so many bytes.
+      DamagedFileError: the stream is not a piece, or has another size.
     """
 
     def take(count: int) -> bytes:
@@ -238,7 +238,7 @@ class _new_file:
 
 
 def _header(read: Callable[[int], bytes], total: int) -> Piece:
-    """The checked header of a file of so many bytes; nothing is allocated that the file could not hold."""
+    """The checked header of a file of `total` bytes; nothing is allocated that the file could not hold."""
     prefix = read(PREFIX) if total >= PREFIX else b""
     if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
         raise DamagedFileError("it does not begin as a piece of a checkpoint")
@@ -272,6 +272,9 @@ def _parsed(fields: dict[str, Any]) -> Piece:
         described = meta["arrays"][path]
         if not re.fullmatch(ARRAY_PATTERN, described) or not re.fullmatch(r"[0-9a-f]{64}", digest):
             raise ValueError(f"array {path!r}")
+        dtype = jnp.dtype(parse_dtype(described))
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype == bool):
+            raise ValueError(f"dtype {dtype}")
         sizes, dims = parse_shape(described), tuple((first, last) for first, last in bounds)
         valid = len(sizes) == len(dims) and all(type(end) is int for dim in dims for end in dim)
         if not valid or not all(0 <= first < last <= size for (first, last), size in zip(dims, sizes, strict=True)):
