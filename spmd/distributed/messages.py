@@ -20,7 +20,8 @@ def receive_message(connection: socket.socket, deadline: float) -> dict[str, Any
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(deadline - time.monotonic(), 0.01))
-        part = connection.recv(MAX_LINE_BYTES)
+        ready = connection.recv(MAX_LINE_BYTES, socket.MSG_PEEK)
+        part = connection.recv(ready.find(b"\n") + 1 or len(ready))  # not more than the line
         if not part or len(line) > MAX_LINE_BYTES:
             return None
         line += part

@@ -273,7 +273,7 @@ def _parsed(fields: dict[str, Any]) -> Piece:
         if not re.fullmatch(ARRAY_PATTERN, described) or not re.fullmatch(r"[0-9a-f]{64}", digest):
             raise ValueError(f"array {path!r}")
         dtype = jnp.dtype(parse_dtype(described))
-        if not (jnp.issubdtype(dtype, jnp.number) or dtype == bool):
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"):
             raise ValueError(f"dtype {dtype}")
         sizes, dims = parse_shape(described), tuple((first, last) for first, last in bounds)
         valid = len(sizes) == len(dims) and all(type(end) is int for dim in dims for end in dim)
