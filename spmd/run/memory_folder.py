@@ -116,7 +116,7 @@ class MemoryFolder:
     def lacks_room(self, size: int, keeping: Collection[int]) -> str:
         """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it does."""
         freed = sum(path.stat().st_size for path, (step, _) in self.pieces().items() if step not in keeping)
-        limits = {"free in its file system": _free(self.path)}
+        limits: dict[str, int | None] = {"free in its file system": _free(self.path)}
         if in_memory(self.path):
             limits["free in this host's memory"] = available_memory()
         for what, free in limits.items():

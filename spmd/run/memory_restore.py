@@ -108,17 +108,17 @@ def _find(memory: MemoryCheckpoints, meta: Mapping[str, Any], after: int) -> tup
             bits = sum(1 << number for number, key in enumerate(keys) if key in piece.shards)
             rows.append([path.name, step, piece.start, rank, f"{bits:x}", _misfit(memory, piece, meta)])
     texts = gather_texts(base64.b64encode(zlib.compress(json.dumps([memory.job.host, rows]).encode())).decode())
-    found, reasons = [], []
+    found, misfits = [], dict[int, str]()
     for text in texts:
         host, listed = json.loads(zlib.decompress(base64.b64decode(text)))
         for name, step, start, rank, bits, why in listed:
             number = int(bits, 16)
             present = frozenset(key for position, key in enumerate(keys) if number >> position & 1)
             if why:
-                reasons.append(f"step {step}: {why}")
+                misfits[step] = why
             else:
                 found.append(FoundPiece(host, name, step, start, rank, present))
-    return found, reasons
+    return found, [f"step {step}: {why}" for step, why in sorted(misfits.items(), reverse=True)]
 
 
 def _misfit(memory: MemoryCheckpoints, piece: Piece, meta: Mapping[str, Any]) -> str:

@@ -105,7 +105,7 @@ def write_piece(path: Path, piece: Piece, read: Callable[[Key], np.ndarray]) -> 
         file.seek(len(blank.header()))
         for key in piece.shards:
             digest, content = hashlib.sha256(), read(key)
-            view = memoryview(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
+            view = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
             for start in range(0, len(view), CHUNK):
                 digest.update(view[start : start + CHUNK])
                 file.write(view[start : start + CHUNK])
@@ -157,7 +157,7 @@ def read_shards(path: Path, piece: Piece, keys: Iterable[Key]) -> Iterator[tuple
             file.seek(begin + offsets[key])
             digest = hashlib.sha256()
             for start in range(0, len(buffer), CHUNK):
-                view = memoryview(buffer)[start : start + CHUNK]
+                view = buffer.data[start : start + CHUNK]
                 _fill(file, view)
                 digest.update(view)
             _check(digest, piece.shards[key], key)
