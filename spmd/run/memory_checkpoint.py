@@ -152,17 +152,20 @@ class MemoryCheckpoints:
             return
         if self._copy is None or self._copy[0] != step:
             self.copy(state, step)
+        source: State | dict[Key, np.ndarray]
         if self._copy is not None:
-            shards = _local_shards(self._copy[1])
-            self._copy = None
+            (_, source), self._copy = self._copy, None
         else:  # no room on the devices: training waits until the host has the shards
             wanted = set(self.plan.write)
-            shards = {key: np.array(data) for key, data in _local_shards(state).items() if key in wanted}
+            source = {key: np.array(data) for key, data in _local_shards(state).items() if key in wanted}
         meta = {**meta, "step": step, "arrays": self.described}
-        self._last = self._thread.submit(self._write, [shards], step, meta)
+        self._last = self._thread.submit(self._write, [source], step, meta)
 
-    def _write(self, source: list[dict[Key, Any]], step: int, meta: dict[str, Any]) -> None:
-        shards = source.pop()
+    def _write(self, sources: list[Any], step: int, meta: dict[str, Any]) -> None:
+        """Write the one source in the list; it is emptied, so that the copy of the state is freed at once."""
+        source = sources.pop()
+        shards = source if isinstance(source, dict) else _local_shards(source)
+        del source
         try:
             keeping = self._agree(step)
             if keeping is None:
