@@ -2,7 +2,9 @@
 
     python tests/distributed/soak.py --minutes 20 --seed 0 --out benchmarks/results/soak.md
 
-With `--memory-every 5` checkpoints are also in memory, and before some of the same faults a piece there is damaged, or all are deleted. In the end the state has the same hash as that of a run without faults, or this script ends with code 1.
+With `--memory-every 5` checkpoints are also in memory, and before some of the same faults a piece there is damaged, or all are deleted.
+
+In the end the state has the same hash as that of a run without faults, or this script ends with code 1.
 """
 
 import argparse
