@@ -22,11 +22,11 @@ import jax
 import numpy as np
 
 from spmd.distributed import coordination
-from spmd.distributed.consistency import first_nonempty, gather_texts
+from spmd.distributed.consistency import first_nonempty, gather_texts, raise_everywhere
 from spmd.distributed.initialize import job_token
 from spmd.distributed.peer_transfer import Read, Receiver, TransferError, local_address, send
 from spmd.distributed.records import report_to_launcher
-from spmd.errors import printable
+from spmd.errors import CheckpointError, printable
 from spmd.run.checkpoint_reader import arrays_by_path
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.memory_folder import MemoryFolder, memory_base, run_id
@@ -126,8 +126,11 @@ class MemoryCheckpoints:
         names = names if len(set(names)) == len(hosts) else [f"{name} (host {_host_of(hosts, each)})" for each, name in enumerate(names)]
         addresses = [""] * len(texts)
         if len(hosts) > 1 and job_token():
-            self._receiver = Receiver(local_address(coordination.process_info()[2]), job_token(), self._receive)
-            addresses = gather_texts(self._receiver.address)
+            try:
+                self._receiver = Receiver(local_address(coordination.process_info()[2]), job_token(), self._receive)
+            except OSError as error:
+                logging.getLogger("spmd").warning("copies of checkpoints in memory cannot be received: %s", error)
+            addresses = gather_texts("" if self._receiver is None else self._receiver.address)
         elif len(hosts) > 1 and rank == 0:
             fix = "set a random SPMD_TOKEN everywhere"
             logging.getLogger("spmd").warning("checkpoints in memory are not copied to other hosts: this job has no token; %s.", fix)
@@ -230,16 +233,18 @@ class MemoryCheckpoints:
 
     def _agree(self, step: int) -> set[int] | None:
         """The step to keep until this one is complete, if any; None: some process is not ready, so none writes this step."""
-        why = self.folder.lacks_room(self.plan.host_bytes, {step, max(self.held, default=-1)})
+        try:
+            self.folder.create()
+            why = self.folder.lacks_room(self.plan.host_bytes, {step, max(self.held, default=-1)})
+        except OSError as error:
+            why = str(error)
         votes = self._votes(step, json.dumps([sorted(self.held), why]))
         if votes is None:
             return None
         decoded = [json.loads(vote) for vote in votes]
         if reason := next((why for _, why in decoded if why), ""):
             if self.job.rank == 0:
-                self._log_once(
-                    f"there is no room for checkpoints in memory, so training continues without: {printable(reason, 300)}", "room"
-                )
+                self._log_once(f"training continues without checkpoints in memory: {printable(reason, 300)}", "room")
             return None
         common = set.intersection(*(set(held) for held, _ in decoded))
         return {max(common)} if common else set()
@@ -306,12 +311,15 @@ def open_memory(base: str | Path | None, run_folder: Path, abstract_state: State
     """A run's checkpoints in memory; all processes call it. None, after a warning, if a host's folder cannot be used.
 
     Raises:
-      OptionError: this machine has no memory for files.
+      OptionError: this machine has no /dev/shm, and no other folder is chosen.
+      CheckpointError: the run's folder cannot be written.
     """
     chosen = memory_base(base)
-    shared = ""
-    if jax.process_index() == 0:
-        shared = f"{run_id(run_folder, keep=resume)} {secrets.token_hex(8)}"
+
+    def new_start() -> str:
+        return f"{run_id(run_folder, keep=resume)} {secrets.token_hex(8)}" if jax.process_index() == 0 else ""
+
+    shared = raise_everywhere(new_start, CheckpointError, f"the id of the run in {run_folder} cannot be written")
     identity, start = first_nonempty(shared).split()
     folder, why = None, ""
     try:

@@ -70,16 +70,27 @@ class MemoryFolder:
 
     def __init__(self, base: Path, run_folder: Path, identity: str):
         user = base / f"spmd-{os.geteuid()}"
-        base.mkdir(parents=True, exist_ok=True)
-        _make_private(user)
-        remove_stale(user)
         digest = hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()[:16]
-        self.path = user / f"{digest}-{identity}"
+        self.path, self._record, self._lock = user / f"{digest}-{identity}", {"folder": str(run_folder.absolute()), "id": identity}, -1
+        self.create()
+        remove_stale(user)
+
+    def create(self) -> None:
+        """Create the folder if it is not there, as after it was removed by hand.
+
+        Raises:
+          OSError: as for the class.
+        """
+        if self._lock >= 0 and (self.path / LOCK_FILE).exists():
+            return
+        self.close()
+        self.path.parent.parent.mkdir(parents=True, exist_ok=True)
+        _make_private(self.path.parent)
         _make_private(self.path)
         self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         _flock(self._lock, exclusive=False)
         record = self.path / f"{RUN_FILE}.{os.getpid()}"
-        record.write_text(json.dumps({"folder": str(run_folder.absolute()), "id": identity}), encoding="utf-8")
+        record.write_text(json.dumps(self._record), encoding="utf-8")
         record.replace(self.path / RUN_FILE)
 
     @property

@@ -156,7 +156,7 @@ def _ship(memory: MemoryCheckpoints, name: str, keys: tuple[Key, ...], receiver:
     path = memory.folder.path / name
     try:
         if not memory.job.addresses[receiver]:
-            raise TransferError("this job has no token, so nothing is sent between its hosts")
+            raise TransferError("the other process receives nothing")
         memory.counts.bytes_sent += memory.ship(receiver, read_header(path), path, keys, memory.job.rank)
         return ""
     except (TransferError, DamagedFileError, OSError) as error:

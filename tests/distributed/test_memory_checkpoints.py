@@ -32,9 +32,9 @@ def hosts(tmp_path):
     ssh.write_text(SSH.format(memory=tmp_path / "memory"))
     ssh.chmod(0o755)
 
-    def start(*words, count=2, processes=1, restarts=2, **more):
+    def start(*words, processes=(1, 1), restarts=2, **more):
         file = tmp_path / "hosts.txt"
-        file.write_text("".join(f"127.0.0.{number} processes={processes}\n" for number in range(1, count + 1)))
+        file.write_text("".join(f"127.0.0.{number} processes={count}\n" for number, count in enumerate(processes, 1)))
         options = ["--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2, "--max-restarts", restarts]
         job = [JOB, "--folder", tmp_path / "run", "--every", 15, *words]
         return launch(*options, *job, SPMD_TEST_TAG=str(tmp_path), **more)
@@ -101,32 +101,31 @@ def counts(folder):
     return next(record for record in records if record.get("event") == "memory")
 
 
-CASES = {  # hosts, processes of each, killed hosts, those whose memory is lost, step, source
-    "own memory": (2, 1, (2,), (), 24, "memory (process 0, 1: own host), 9 steps after the newest checkpoint on disk"),
+CASES = {  # processes of each host, killed hosts, those whose memory is lost, step, source
+    "own memory": ((1, 1), (2,), (), 24, "memory (process 0, 1: own host), 9 steps after the newest checkpoint on disk"),
     "neighbour": (
-        2,
-        1,
+        (1, 1),
         (2,),
         (2,),
         24,
         r"memory (process 0: own host; process 1: \S+ (host 0)), 9 steps after the newest checkpoint on disk",
     ),
-    "disk": (2, 1, (1, 2), (1, 2), 15, "disk"),
-    "neighbour of process 0": (2, 1, (1,), (1,), 24, r"memory (process 0: \S+ (host 1); process 1: own host), 9 steps after"),
-    "all workers of a host": (2, 2, (2,), (), 24, "memory (process 0, 1, 2, 3: own host), 9 steps after"),
-    "one host of three": (3, 1, (3,), (3,), 24, r"memory (process 0, 1: own host; process 2: \S+ (host 0)), 9 steps after"),
-    "two hosts of three": (3, 1, (2, 3), (2, 3), 15, "disk"),
+    "disk": ((1, 1), (1, 2), (1, 2), 15, "disk"),
+    "neighbour of process 0": ((1, 1), (1,), (1,), 24, r"memory (process 0: \S+ (host 1); process 1: own host), 9 steps after"),
+    "all workers of a host": ((2, 2), (2,), (), 24, "memory (process 0, 1, 2, 3: own host), 9 steps after"),
+    "one host of three": ((2, 1, 1), (3,), (3,), 24, r"memory (process 0, 1, 2: own host; process 3: \S+ (host 0)), 9 steps after"),
+    "two hosts of three": ((2, 1, 1), (2, 3), (2, 3), 15, "disk"),
 }
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if number > 2 else ()) for number, name in enumerate(CASES)])
 def test_killed_host_resumes_from_memory_with_the_same_bits(hosts, undisturbed, tmp_path, name):
-    count, processes, killed, lost, step, source = CASES[name]
+    processes, killed, lost, step, source = CASES[name]
     words = ["--memory-every", 4, "--fault", "sleep"]
-    acts = faults(tmp_path, 2 * processes * count, killed=killed, lost=lost)
-    run = hosts(*words, count=count, processes=processes, meanwhile=acts)
-    assert run.code == 0 and set(run.hashes) == {undisturbed(count * processes)}, run.text
+    acts = faults(tmp_path, 2 * sum(processes), killed=killed, lost=lost)
+    run = hosts(*words, processes=processes, meanwhile=acts)
+    assert run.code == 0 and set(run.hashes) == {undisturbed(sum(processes))}, run.text
     ((resumed_step, resumed_source),) = resumed(tmp_path / "run")
     pattern = re.escape(source).replace(r"\\S\+", r"\S+")
     assert resumed_step == step and re.match(pattern, resumed_source), resumed_source

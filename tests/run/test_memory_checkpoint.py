@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import shutil
 
 import pytest
 from small import fit, fit_net, numbers, same
@@ -174,7 +175,7 @@ def test_training_goes_on_without_room(tmp_path, monkeypatch, caplog):
     """It is said once, and counted."""
     monkeypatch.setattr(MemoryFolder, "lacks_room", lambda folder, size, keeping: f"no room for {size}")
     result = fit(steps=8, checkpoint=checkpoint(tmp_path))
-    assert int(result.state.step) == 8 and caplog.text.count("there is no room for checkpoints in memory") == 1
+    assert int(result.state.step) == 8 and caplog.text.count("training continues without checkpoints in memory: no room for") == 1
     (counts,) = records(tmp_path, "memory")
     assert counts["saved"] == 0 and counts["skipped"] == 4
 
@@ -184,6 +185,18 @@ def test_write_that_fails_is_counted_and_stops_nothing(tmp_path, monkeypatch, ca
     assert int(fit(steps=8, checkpoint=checkpoint(tmp_path)).state.step) == 8
     assert "a checkpoint could not be written to memory: OSError: no space left" in caplog.text
     assert records(tmp_path, "memory")[0]["failed"] >= 1
+
+
+def test_folder_that_was_removed_by_hand_is_created_again(tmp_path):
+    """In the middle of a run; later checkpoints are in it."""
+
+    def remove(info):
+        if info.step == 5:
+            shutil.rmtree(tmp_path / "memory", ignore_errors=True)
+
+    fit(steps=20, checkpoint=checkpoint(tmp_path, memory_every=4), callbacks=[remove])
+    (counts,) = records(tmp_path, "memory")
+    assert counts["saved"] >= 2 and counts["skipped"] <= 3
 
 
 def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
