@@ -11,6 +11,7 @@ from typing import Any
 from spmd.errors import Problem, join_names, printable, short_repr
 from spmd.layout.trained import Adapter
 from spmd.pretrained.folders import ADAPTER_CONFIG
+from spmd.pretrained.safe_regex import SafeRegex
 
 WITHOUT_EFFECT = (  # keys for a training, and fan_in_fan_out, which PEFT corrects by the kind of a layer
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -18,6 +19,7 @@ WITHOUT_EFFECT = (  # keys for a training, and fan_in_fan_out, which PEFT correc
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of init_lora_weights that leave the model's weights as they are
+MODULES = "names of modules, or a regular expression of characters, groups, alternatives and repetitions"
 MERGE = "adapters that peft has merged into the weights, in a folder for spmd.pretrained.load."
 
 
@@ -41,7 +43,7 @@ class AdapterConfig:
             return value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
         def modules(value: Any) -> bool:
-            return names(value) and (not isinstance(value, str) or _is_pattern(value))
+            return names(value) and (not isinstance(value, str) or _is_regex(value))
 
         def layers(value: Any) -> bool:
             return value is None or type(value) is int or (isinstance(value, list) and all(type(layer) is int for layer in value))
@@ -50,8 +52,8 @@ class AdapterConfig:
             return names(value) and all(re.fullmatch(r"[\w.]+", name) for name in _as_list(value))
 
         accepted = {
-            "target_modules": (modules, "names of modules, or a regular expression"),
-            "exclude_modules": (modules, "names of modules, or a regular expression"),
+            "target_modules": (modules, MODULES),
+            "exclude_modules": (modules, MODULES),
             "layers_to_transform": (layers, "numbers of layers"),
             "layers_pattern": (lists, "names of lists of layers"),
             "peft_type": (lambda value: value == "LORA", "LORA"),
@@ -79,6 +81,12 @@ class AdapterConfig:
             elif key not in (*accepted, *WITHOUT_EFFECT) and value:
                 found.append(Problem(printable(key, 100), [f"{short_repr(value)}; this key is not known."], MERGE, kind="unknown_key"))
         return found
+
+    @property
+    def base_model(self) -> str:
+        """The folder or the name of the model that the adapters are for; "" if the file does not say."""
+        named = self.values.get("base_model_name_or_path")
+        return named if isinstance(named, str) else ""
 
     def names(self, module: str) -> bool | None:
         """Whether the keys that choose modules name one, as PEFT matches them; None if they leave the choice to PEFT."""
@@ -116,10 +124,10 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _is_pattern(text: str) -> bool:
+def _is_regex(text: str) -> bool:
     try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
+        SafeRegex(text)
+    except ValueError:
         return False
     return True
 
@@ -127,7 +135,7 @@ def _is_pattern(text: str) -> bool:
 def _chooses(value: Any, module: str) -> bool:
     """Whether a regular expression is all of a module's name, or one of several names the end of it."""
     if isinstance(value, str):
-        return re.fullmatch(value, module) is not None
+        return SafeRegex(value).fullmatch(module)
     return any(module == name or module.endswith(f".{name}") for name in value or ())
 
 

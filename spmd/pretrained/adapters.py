@@ -6,6 +6,7 @@ Which module of the files a layer is, the name map of its weights says. Both fil
 import collections
 import dataclasses
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def load_adapters(
         raise OptionError("load_adapters: the model has adapters already.", fix="spmd.pretrained.load its weights once more.")
     names, display = _map_of(module, name_map), show_progress(progress)
 
-    def read() -> tuple[list[Adapter], dict[str, jax.Array]]:
+    def read() -> tuple[list[Adapter], dict[str, jax.Array], str]:
         config = AdapterConfig(read_config(path, ADAPTER_CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
         tensors = open_files(path, STEM).tensors
         raise_problems(PretrainedError, f"{path / ADAPTER_CONFIG} asks for what is not supported", config.problems())
@@ -86,12 +87,13 @@ def load_adapters(
         raise_problems(PretrainedError, f"the adapters of {path} do not fit the model", reader.problems)
         values, _ = read_arrays(reader.links, reader.targets, display)
         raise_problems(PretrainedError, f"the adapters of {path} are for another model", reader.differences(values))
-        return reader.adapters, values
+        return reader.adapters, values, config.base_model
 
     try:
-        adapters, values = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
+        adapters, values, base_model = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
     finally:
         display.close()
+    _compare_base_model(base_model, module, path)
     add_adapters(module, adapters, nnx.Rngs(0))
     layers = _linears(module)
     for name, value in values.items():
@@ -205,6 +207,14 @@ def check_only_adapters(params: Tree, fix: str) -> None:
         raise OptionError(f"{counted}, because files of adapters have adapters alone: {join_names(others)}.", fix=fix)
 
 
+def _compare_base_model(named: str, module: nnx.Module, folder: Path) -> None:
+    """Warn where adapters are for a model of another name, as far as its folder says; snapshots lie in models--ORG--NAME."""
+    origin, last = getattr(module, ORIGIN, None), named.rstrip("/").rpartition("/")[2].lower()
+    if isinstance(origin, Origin) and last and not any(f"--{part.lower()}".endswith(f"--{last}") for part in origin.files.where.parts):
+        text = "%s is for the model %s, and its adapters are added to that of %s"
+        logging.getLogger("spmd").warning(text, folder / ADAPTER_CONFIG, printable(named, 200), origin.files.where)
+
+
 def _map_of(module: nnx.Module, name_map: Any) -> NameMap:
     if name_map is not None:
         return NameMap.load(name_map)
@@ -298,15 +308,15 @@ class _Reader:
                 by_module[name.removeprefix(PREFIX).removesuffix(f".{BASE}")][BASE] = tensor
             else:
                 known = f"{PREFIX}MODULE.lora_A.weight and .lora_B.weight."
-                self._problem(name, "it is no matrix of an adapter.", f"known: {known}" if name.startswith(PREFIX) else MERGE)
+                self._problem(name, "it is no matrix of an adapter.", fix=f"known: {known}" if name.startswith(PREFIX) else MERGE)
         slots: dict[str, dict[int, Adapter]] = collections.defaultdict(dict)
         for name, parts in by_module.items():
             found = self._modules.get(name)
             if found is None:
                 near = closest(name, self._modules)
-                self._problem(name, "this model has no such nnx.Linear.", f'did you mean "{near}"?' if near else "")
+                self._problem(name, "this model has no such nnx.Linear.", fix=f'did you mean "{near}"?' if near else "")
             elif found.refused:
-                self._problem(name, found.refused, MERGE)
+                self._problem(name, found.refused, fix=MERGE)
             elif self._fits(name, found, parts):
                 slots[found.layer][found.slot or 0] = config.adapter(found.layer, name)
         for layer, adapters in slots.items():
@@ -322,8 +332,8 @@ class _Reader:
         """All of them."""
         return _once(self._found)
 
-    def _problem(self, where: str, why: str, fix: str = "") -> None:
-        self._found.append(Problem(printable(where, 200), [why], fix, path=where))
+    def _problem(self, where: str, *why: str, fix: str = "") -> None:
+        self._found.append(Problem(printable(where, 200), why, fix, path=where))
 
     def _fits(self, name: str, module: FileModule, parts: dict[str, Tensor]) -> bool:
         """Link the tensors of a module, if they are what its config says."""
@@ -340,9 +350,9 @@ class _Reader:
         wrong += [f"{suffix} is no matrix of an adapter." for suffix in parts if suffix not in shapes]
         wrong += [f"{suffix} is {part.dtype}." for suffix, part in parts.items() if not jnp.issubdtype(part.dtype, jnp.floating)]
         wrong += [f"rank {rank} is above min(in, out) = {min(inputs, outputs)}."] if rank > min(inputs, outputs) else []
-        for why in wrong:
-            self._problem(name, why)
-        if not wrong:
+        if wrong:
+            self._problem(name, *wrong)
+        else:
             self.links += [_link(parts[suffix], module, matrix) for matrix, suffix in MATRICES.items()]
             self.targets |= {f"{module.layer}/{m}": each for m, each in zip(NAMES, adapter_shapes(kernel, rank), strict=True)}
             if BASE in parts:
@@ -354,12 +364,12 @@ class _Reader:
         """All layers of a stack have an adapter, and of one kind."""
         names = {module.slot or 0: name for name, module in self._modules.items() if module.layer == layer}
         if missing := [name for slot, name in sorted(names.items()) if slot not in adapters and name not in in_file]:
-            self._problem(missing[0], f"it has no adapter, which other layers of {layer} have, and all are in one stack.", MERGE)
+            self._problem(missing[0], f"it has no adapter, which other layers of {layer} have, and all are in one stack.", fix=MERGE)
         first = min(adapters)
         for slot, adapter in sorted(adapters.items()):
             if adapter != adapters[first]:
                 ours, theirs = (f"rank {each.rank}, alpha {each.alpha:g}" for each in (adapter, adapters[first]))
-                self._problem(names[slot], f"{ours}; {names[first]} has {theirs}, and both are in one stack.", MERGE)
+                self._problem(names[slot], f"{ours}; {names[first]} has {theirs}, and both are in one stack.", fix=MERGE)
 
     def _check_choice(self, in_file: Collection[str]) -> None:
         """The config chooses the modules that have tensors, and no others of the model."""
@@ -367,9 +377,9 @@ class _Reader:
         for name in self._modules:
             named = self._config.names(name)
             if named is False and name in in_file:
-                self._problem(name, f"it has tensors, and {ADAPTER_CONFIG} does not choose it: {self._config.shown()}.", fix)
+                self._problem(name, f"it has tensors, and {ADAPTER_CONFIG} does not choose it: {self._config.shown()}.", fix=fix)
             elif named and name not in in_file:
-                self._problem(name, f"it has no tensors, and {ADAPTER_CONFIG} chooses it: {self._config.shown()}.", fix)
+                self._problem(name, f"it has no tensors, and {ADAPTER_CONFIG} chooses it: {self._config.shown()}.", fix=fix)
 
     def differences(self, values: dict[str, jax.Array]) -> list[Problem]:
         """Kernels that the file has as well, and that are not those of the model; they are taken out of `values`."""
