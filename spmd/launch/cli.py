@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _as_typed(text: str, options: Collection[str]) -> str:
     """An error in which arguments of these names are options of the command, and which leaves out what only Python can do beside.
 
-    >>> print(_as_typed('a="x".\\n    fix: a= or batch_size=96, as in "a=1"; or a few, a=f(1).', ["a", "batch_size"]))
+    >>> print(_as_typed('a="x".\\n    fix: a= or batch_size=("96", "12"), as in "a=1"; or a few, a=f(1).', ["a", "batch_size"]))
     --a "x".
-        fix: --a or --batch-size 96, as in "a=1".
+        fix: --a or --batch-size "96" --batch-size "12", as in "a=1".
     """
     names = "|".join(name for name in options if name != "data")  # which is also an axis of a mesh
     text = re.sub(rf"[,;] or [^\"\n]*\b(?:{names})=[\w.]+\(.*\)(?=\.$)", "", text, flags=re.MULTILINE)

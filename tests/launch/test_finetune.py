@@ -170,7 +170,6 @@ WRONG = {
     "class_of_another_family": lambda path: copied(path, architectures=["MistralForCausalLM"]),
     "mesh_of_more_devices": lambda path: ["--mesh", "data=16"],
     "on_error": lambda path: ["--on-error", "ignore"],
-    "field_for_answers": lambda path: ["--field", "text"],
     "numbers": lambda path: NUMBERS,
     "warmup": lambda path: ["--warmup", 10],
     "prompt": lambda path: ["--sample", "<|im_end|>"],
