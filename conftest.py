@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collecti
 # Pytest's workers share it with the process that began the run.
 os.environ["SPMD_TEST_CACHE"] = os.environ.get("SPMD_TEST_CACHE") or tempfile.mkdtemp(prefix="spmd-tests-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["SPMD_TEST_CACHE"]
-os.environ["SPMD_CACHE"] = os.path.join(os.environ["SPMD_TEST_CACHE"], "plans")
+os.environ["SPMD_CACHE"] = os.environ["SPMD_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 import jax
