@@ -16,7 +16,7 @@ from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import check_source
-from spmd.distributed.consistency import check_consistency, program_facts
+from spmd.distributed.consistency import check_consistency
 from spmd.distributed.initialize import join, shrink_factor, was_restarted
 from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
@@ -40,7 +40,7 @@ from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON
 from spmd.train.compiled_step import Program
-from spmd.train.program_facts import array_facts, leaves_by_name
+from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree
@@ -197,7 +197,9 @@ def fit(
         shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
     before = compilations()
     options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
-    trainer = Trainer(model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options)
+    trainer = Trainer(
+        model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
+    )
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
@@ -270,7 +272,7 @@ def _check_processes_agree(program: Program, hooks: list[Callback], options: Map
         facts |= leaves_by_name(name, value)
     facts |= array_facts(program.placed)
     init_facts, init_text = program.placed.init_facts()
-    program_texts = program_facts(init_text, "the initial values") | program_facts(program.text(), "the step")
+    program_texts = text_facts(init_text, "the initial values") | text_facts(program.text(), "the step")
     with current().in_phase("compile"):
         check_consistency(facts | init_facts | program_texts)
 

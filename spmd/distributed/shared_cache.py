@@ -9,6 +9,8 @@ import logging
 import secrets
 from pathlib import Path
 
+import jax
+
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty
 from spmd.program_cache.activate import user_chose
@@ -44,4 +46,6 @@ def agree_on_folder(folder: Path | None) -> Path | None:
             token.unlink()
     if verdict and verdict != OFF and rank == 0:
         logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s. compile_cache= chooses another folder.", verdict)
+    if not verdict and jax.default_backend() == "cpu":
+        coordination.write_programs_in_every_process()
     return None if verdict else folder

@@ -39,7 +39,9 @@ def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | N
         return None
     if compile_cache is not None and compile_cache is not True:
         if not isinstance(compile_cache, str | os.PathLike):
-            raise OptionError(f"compile_cache={short_repr(compile_cache)}.", fix='a folder; None for the usual one; False or "off" for none.')
+            raise OptionError(
+                f"compile_cache={short_repr(compile_cache)}.", fix='a folder; None for the usual one; False or "off" for none.'
+            )
         return as_path(compile_cache, "compile_cache").absolute()
     if run is not None and not os.environ.get("SPMD_CACHE"):
         return Path(run).absolute() / PROGRAMS

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from spmd import checksummed_files
 from spmd.checksummed_files import DamagedFileError
@@ -18,8 +19,8 @@ from spmd.program_cache.counts import compilations
 from spmd.program_cache.entries import make_private, on_miss
 
 MOST_RECORDS = 8  # of a program
+KINDS = {"facts", "code"}  # of what is recorded
 MOST_SHOWN = 3  # differences in a line
-PROGRAM = "the program"  # the hash of its text, among the facts
 LEAST_SECONDS = 0.05  # what is loaded sooner is not worth a line
 
 
@@ -30,22 +31,24 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watch(name: str, module: str, facts: Callable[[], Mapping[str, str]], text: Callable[[], str], *, records: bool) -> Iterator[Watch]:
+def watch(
+    name: str, module: str, facts: Callable[[], Mapping[str, str]], code: Callable[[], Mapping[str, str]], *, records: bool
+) -> Iterator[Watch]:
     """In the block, a program is compiled or loaded. If it is not in the cache, a line says why; the record of it is written after.
 
     Args:
       name: such as "the step".
       module: JAX's name of the program, with which its entry begins.
-      facts: what it is compiled for, by name.
-      text: of the program; asked for only if it is not in the cache.
+      facts: what it is compiled for, by name; the ones that cause others first. Asked for only if it is not in the cache.
+      code: facts about its text, which follow from those and from the user's code.
       records: whether this process reads and writes records.
     """
     folder, thread, found, before = active_folder(), threading.get_ident(), Watch(), compilations()
-    new: dict[str, str] = {}
+    new: dict[str, Mapping[str, str]] = {}
 
     def missed(key: str) -> None:
         if not new and threading.get_ident() == thread and key.rpartition("-")[0] == module:
-            new.update(facts(), **{PROGRAM: hashlib.sha256(text().encode()).hexdigest()[:16]})
+            new.update(facts=facts(), code=code())
             if why := _why(_read(path), new):
                 logging.getLogger("spmd").warning("compiling %s: not in the cache, because %s.", name, why)
 
@@ -71,35 +74,43 @@ def _script() -> str:
     return f"{re.sub(r'[^A-Za-z0-9_]', '_', script.stem)[:40]}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def _read(path: Path) -> list[dict[str, Any]]:
     """The records of a program, the newest first."""
-    with contextlib.suppress(OSError, DamagedFileError, ValueError):
+    with contextlib.suppress(OSError, DamagedFileError, ValueError, TypeError, AttributeError):
         records = json.loads(checksummed_files.read(path) or b"[]")
-        return [record for record in records if isinstance(record, dict)]
+        return [record for record in records if record.keys() == KINDS]
     return []
 
 
-def _add(path: Path, facts: Mapping[str, str]) -> None:
-    others = [record for record in _read(path) if record != facts]
+def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
+    others = [record for record in _read(path) if record != new]
     with contextlib.suppress(OSError):  # the entry could not be written either, which is logged
         make_private(path.parent)
-        checksummed_files.write(path, json.dumps([facts, *others][:MOST_RECORDS], indent=0, sort_keys=True).encode())
+        checksummed_files.write(path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode())
 
 
-def _why(records: list[dict[str, str]], facts: Mapping[str, str]) -> str:
+def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:
     """What differs from the nearest record, of several the newest; "" if there is none."""
-    different = [[name for name in {**record, **facts} if record.get(name) != facts.get(name)] for record in records]
-    if not different:
+    if not records:
         return ""
-    record, names = min(zip(records, different, strict=True), key=lambda pair: len(pair[1]))
-    if names == [PROGRAM]:
-        return "its code has changed: the model, the loss, the optimizer or a number in them (everything else is as before)"
+    nearest = min(records, key=lambda record: [len(_different(record[kind], new[kind])) for kind in ("facts", "code")])
+    if names := _different(nearest["facts"], new["facts"]):
+        return _changes(names, nearest["facts"], new["facts"])
+    names = [name for name in _different(nearest["code"], new["code"]) if name.startswith("number")]
+    if (not names and nearest["code"] != new["code"]) or len(names) > MOST_SHOWN:
+        return "the code of the model, the loss, the optimizer or spmd has changed"
     if not names:
         return "its entry was removed, or could not be kept (a program that calls the host, as jax.debug.print does, cannot)"
-    names = [name for name in names if name != PROGRAM]
+    return _changes(names, nearest["code"], new["code"])
+
+
+def _different(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [name for name in {**new, **old} if old.get(name) != new.get(name)]
+
+
+def _changes(names: list[str], old: Mapping[str, str], new: Mapping[str, str]) -> str:
     more = f", and {len(names) - MOST_SHOWN} more changes" if len(names) > MOST_SHOWN else ""
-    shown = [f"{name} was {_shown(record.get(name))}, is {_shown(facts.get(name))}" for name in names[:MOST_SHOWN]]
-    return ", and ".join(shown) + more
+    return ", and ".join(f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}" for name in names[:MOST_SHOWN]) + more
 
 
 def _shown(value: str | None) -> str:

@@ -44,7 +44,7 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
-from spmd.train.program_facts import facts_of_program
+from spmd.train.program_facts import facts_of_program, text_facts
 from spmd.train.remat import check_remat
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
@@ -283,11 +283,13 @@ class Program:
         """`compile_it()`, which compiles a program for these arguments, or loads it from the compilation cache."""
         short = key[0] in ("step", "scan_steps") and key[1:] != (self.rows, True)
         name, module = PROGRAMS[key[0]]
+        name = f"{name} on a short batch" if short else name
+        batch = {"resident": arguments[1], "rows": arguments[2]} if key[0] == "scan_steps" else arguments[1]
         with watch(
-            f"{name} on a short batch" if short else name,
+            name,
             module,
-            lambda: facts_of_program(self.placed, arguments[1], self.compiler_options),
-            lambda: self._function(key).lower(*arguments).as_text(),  # type: ignore[attr-defined]
+            lambda: facts_of_program(self.placed, batch, self.compiler_options),
+            lambda: text_facts(self._function(key).lower(*arguments).as_text(), name),  # type: ignore[attr-defined]
             records=jax.process_index() == 0,
         ) as watched:
             result = self._retried(compile_it)

@@ -1,8 +1,10 @@
 """What a program is compiled for, in the words of layouts and batches: recorded beside a cached program, to explain the next miss."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
+import re
 import tomllib
 from typing import Any
 
@@ -34,9 +36,21 @@ def array_facts(placed: PlacedModel) -> dict[str, str]:
     return {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
 
 
+def text_facts(text: str, name: str) -> dict[str, str]:
+    """Facts about a program's text: its hash, and the scalar constants in it, which reveal a differing learning rate or seed.
+
+    >>> list(text_facts("stablehlo.constant dense<1.000000e-01> : tensor<f32>", "the step").items())[0]
+    ('number 1 in the step', '1.000000e-01 (f32)')
+    """
+    constants = re.findall(r"constant dense<([^<>\"]{1,40})> : tensor<(\w+)>", text)
+    numbers = {f"number {index} in {name}": f"{value} ({dtype})" for index, (value, dtype) in enumerate(constants, 1)}
+    return numbers | {f"the program of {name}": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
 def facts_of_program(placed: PlacedModel, batch: Tree, compiler_options: dict[str, Any]) -> dict[str, str]:
     """What a program on such a batch is compiled for."""
-    config, layout = placed.config, placed.resolved.layout
+    config, layout = placed.config, tomllib.loads(placed.resolved.layout.to_toml())
+    layout.pop("description", None)
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(IGNORED)]
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout on the path
@@ -46,7 +60,7 @@ def facts_of_program(placed: PlacedModel, batch: Tree, compiler_options: dict[st
         "mesh": str(MeshSpec.parse(placed.mesh)),
         "precision": config.precision,
         "accumulate": str(config.accumulate),
-        **leaves_by_name("layout", tomllib.loads(layout.to_toml())),
+        **leaves_by_name("layout", layout),
         **{f"compiler option {name}": str(value) for name, value in compiler_options.items()},
         "XLA_FLAGS": " ".join(sorted(flags)),
         "the kind of device": placed.mesh.devices.flat[0].device_kind,
