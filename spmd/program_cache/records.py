@@ -96,12 +96,14 @@ def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) ->
     nearest = min(records, key=lambda record: [len(_different(record[kind], new[kind])) for kind in ("facts", "code")])
     if names := _different(nearest["facts"], new["facts"]):
         return _changes(names, nearest["facts"], new["facts"])
-    names = [name for name in _different(nearest["code"], new["code"]) if name.startswith("number")]
-    if (not names and nearest["code"] != new["code"]) or len(names) > MOST_SHOWN:
-        return "the code of the model, the loss, the optimizer or spmd has changed"
-    if not names:
+    old, code = nearest["code"], new["code"]
+    if old == code:
         return "its entry was removed, or could not be kept (a program that calls the host, as jax.debug.print does, cannot)"
-    return _changes(names, nearest["code"], new["code"])
+    numbers = [name for name in _different(old, code) if name.startswith("number")]
+    numbers = list({(old.get(name), code.get(name)): name for name in reversed(numbers)}.values())  # a rate may stand in many places
+    if not numbers or len(numbers) > MOST_SHOWN or old.keys() != code.keys():
+        return "the code of the model, the loss, the optimizer or spmd has changed"
+    return _changes(numbers[::-1], old, code)
 
 
 def _different(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

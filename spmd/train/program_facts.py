@@ -62,7 +62,7 @@ def facts_of_program(placed: PlacedModel, batch: Tree, compiler_options: dict[st
         "accumulate": str(config.accumulate),
         **leaves_by_name("layout", layout),
         **{f"compiler option {name}": str(value) for name, value in compiler_options.items()},
-        "XLA_FLAGS": " ".join(sorted(flags)),
+        **{f"flag {name}": value or "set" for name, _, value in (flag.partition("=") for flag in sorted(flags))},
         "the kind of device": placed.mesh.devices.flat[0].device_kind,
         "the number of processes": str(jax.process_count()),
         **{f"the version of {package}": version for package, version in versions.items()},

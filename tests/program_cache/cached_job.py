@@ -58,10 +58,10 @@ class KillAt(spmd.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(*, width=64, rate=1e-3, batch_size=32, loss="row_losses", resident=False, kill=None, **options):
+def train(*, width=64, rate=1e-3, batch_size=32, loss="row_losses", resident=False, kill=None, predict=True, **options):
     draw = np.random.default_rng(0)
     data = {"x": draw.normal(size=(100, 16)).astype("float32"), "y": draw.integers(0, 8, 100).astype("int32")}
-    arguments = dict(batch_size=batch_size, epochs=2, eval_data=data, progress=True, layout="fsdp") | options
+    arguments = {"batch_size": batch_size, "epochs": 2, "eval_data": data, "progress": True, "layout": "fsdp"} | options
     if "checkpoint" in options:
         arguments |= {"checkpoint": spmd.Checkpoint(options["checkpoint"], every=3), "resume": True}
     callbacks = [spmd.callbacks.CheckReplicas(every=2), *([KillAt(kill)] if kill else [])]
@@ -73,7 +73,8 @@ def train(*, width=64, rate=1e-3, batch_size=32, loss="row_losses", resident=Fal
         callbacks=callbacks,
         **arguments,
     )
-    result.predict(data["x"][:10])
+    if predict:
+        result.predict(data["x"][:10])
     return result
 
 
