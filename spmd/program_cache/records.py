@@ -98,7 +98,9 @@ def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) ->
         return _changes(names, nearest["facts"], new["facts"])
     old, code = nearest["code"], new["code"]
     if old == code:
-        return "its entry was removed, or could not be kept (a program that calls the host, as jax.debug.print does, cannot)"
+        return (
+            "its entry was removed, or could not be kept (a program that calls the host, as jax.debug.print does, cannot before jax 0.11)"
+        )
     numbers = [name for name in _different(old, code) if name.startswith("number")]
     numbers = list({(old.get(name), code.get(name)): name for name in reversed(numbers)}.values())  # a rate may stand in many places
     if not numbers or len(numbers) > MOST_SHOWN or old.keys() != code.keys():
