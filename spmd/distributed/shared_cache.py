@@ -1,11 +1,12 @@
 """Several processes use a cache of compiled programs only where all of them see the same folder.
 
-If one loaded a program that another has to compile, the two could wait for each other: XLA:GPU divides its measurements of kernels
+If one loaded a program that another has to compile, the two could wait for each other: XLA:GPU can divide its measurements of kernels
 among the processes that compile.
 """
 
 import contextlib
 import logging
+import os
 import secrets
 from pathlib import Path
 
@@ -24,28 +25,30 @@ def agree_on_folder(folder: Path | None) -> Path | None:
     """The folder, if all processes see the same one and may use it; else None in all, and a warning of process 0. All processes call it."""
     if not coordination.is_initialized():
         return folder
-    rank, token, problem = coordination.process_info()[0], None, ""
+    rank, token, part, problem = coordination.process_info()[0], None, None, ""
+    backend = jax.default_backend()  # looks for devices, which all processes do together
     try:
-        part = None if folder is None or user_chose() else machine_folder(folder)
-        if folder is None or part is None:
+        if folder is None or user_chose():
             problem = OFF
-        elif why := distrust(folder, part):
-            problem = f"{why}, and programs are code"
-        elif rank == 0:
-            make_private(part)
-            token = part / f".process-0-{secrets.token_hex(8)}"
-            token.touch()
-        common = first_nonempty("" if token is None else str(token))
-        if common and not problem and not (Path(common).parent == part and Path(common).exists()):
-            problem = f"process {rank} does not see the folder of process 0, {Path(common).parent}"
+        else:
+            part = machine_folder(folder)
+            why = distrust(folder, part)
+            problem = f"{why}, and programs are code" if why else ""
+            if rank == 0 and not problem:
+                make_private(part)
+                token = part / f".process-0-{secrets.token_hex(8)}"
+                token.touch()
     except OSError as error:
-        common, problem = first_nonempty(""), f"process {rank} cannot use {folder}: {error.strerror}"
+        token, problem = None, f"process {rank} cannot use {folder}: {error.strerror}"
+    common = first_nonempty("" if token is None else str(token))
+    if common and not problem and not (Path(common).parent == part and os.path.exists(common)):
+        problem = f"process {rank} does not see the folder of process 0, {Path(common).parent}"
     verdict = first_nonempty(problem)
     if token is not None:
         with contextlib.suppress(OSError):
             token.unlink()
     if verdict and verdict != OFF and rank == 0:
         logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s. compile_cache= chooses another folder.", verdict)
-    if not verdict and jax.default_backend() == "cpu":
+    if not verdict and backend == "cpu":
         coordination.write_programs_in_every_process()
     return None if verdict else folder

@@ -49,8 +49,8 @@ def _on_event(event: str, **details: Any) -> None:
             _totals[1] += 1
 
 
-def _on_duration(event: str, seconds: float, **details: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     if event == DONE:
         with _lock:
             _totals[0] += 1
-            _totals[2] += seconds
+            _totals[2] += duration_secs

@@ -69,7 +69,7 @@ def watch(
 
 
 def _script() -> str:
-    """Tells scripts apart that share a folder."""
+    """The name of this script, in a folder that several may share."""
     script = Path(sys.argv[0] or "notebook").absolute()
     return f"{re.sub(r'[^A-Za-z0-9_]', '_', script.stem)[:40]}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
 

@@ -84,6 +84,8 @@ if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     if "SPMD_PROCESSES" not in os.environ:
         spmd.simulate_devices(options.pop("devices", 8))
+    of_process_1 = options.pop("of_process_1", {})
+    options |= of_process_1 if os.environ.get("SPMD_PROCESS") == "1" else {}
     result = train(**options)
     compiled = [name for name, was_loaded in programs if not was_loaded]
     print(json.dumps({"compiled": compiled, "loaded": len(programs) - len(compiled), "loss": result.history["loss"][-1]}))

@@ -17,6 +17,7 @@ import spmd
 pytestmark = pytest.mark.system
 JOB = Path(__file__).parent / "cached_job.py"
 ROOT = Path(spmd.__file__).parents[1]
+LAUNCHER = ["-m", "spmd", "launch", "--processes", "2", "--simulate", "4"]
 
 
 def run(cache, *launcher, code=0, flags="", **options):
@@ -54,12 +55,19 @@ def test_run_resumed_after_kill_compiles_nothing(tmp_path):
 
 
 def test_processes_of_a_launch_compile_nothing_after_restart(tmp_path):
-    launcher = ["-m", "spmd", "launch", "--processes", "2", "--simulate", "4"]
-    _, first = run(tmp_path, *launcher)
-    _, second = run(tmp_path, *launcher)
+    _, first = run(tmp_path, *LAUNCHER)
+    _, second = run(tmp_path, *LAUNCHER)
     assert len(first) == len(second) == 2 and all(len(each["compiled"]) > 5 for each in first)
     assert [each["compiled"] for each in second] == [[], []]
     assert {each["loss"] for each in second} == {each["loss"] for each in first}
+
+
+@pytest.mark.parametrize("other", ["folder", "off"])
+def test_processes_that_differ_in_their_folder_use_none(tmp_path, other):
+    different = str(tmp_path / "of process 1") if other == "folder" else False
+    text, both = run(tmp_path, *LAUNCHER, of_process_1={"compile_cache": different})
+    assert [each["loaded"] for each in both] == [0, 0] and not list(tmp_path.rglob("*-cache"))
+    assert text.count("no compiled programs are kept or loaded: process 1 does not see the folder of process 0") == (other == "folder")
 
 
 @pytest.fixture(scope="module")
