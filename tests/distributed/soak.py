@@ -36,7 +36,7 @@ class Harm:
 
     def __init__(self, folder, seed, until, memory=None):
         self.random, self.folder, self.until = random.Random(seed), folder, until
-        self.memory, self.memory_random = memory, random.Random(seed)  # apart, so that the other faults are the same with and without
+        self.memory, self.memory_random = memory, random.Random(seed)  # another one, so that the other faults are the same with and without
         self.done, self.reported = collections.Counter(), []
 
     def __call__(self, launcher, run):

@@ -171,7 +171,7 @@ def test_changed_data_is_an_error_as_with_a_checkpoint_on_disk(tmp_path, killed)
     assert pieces(tmp_path), "the state is still there for a run with the right data"
 
 
-def test_training_goes_on_without_room(tmp_path, monkeypatch, caplog):
+def test_training_continues_without_room(tmp_path, monkeypatch, caplog):
     """It is said once, and counted."""
     monkeypatch.setattr(MemoryFolder, "lacks_room", lambda folder, size, keeping: f"no room for {size}")
     result = fit(steps=8, checkpoint=checkpoint(tmp_path))
