@@ -24,7 +24,7 @@ import numpy as np
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty, gather_texts, raise_everywhere
 from spmd.distributed.initialize import job_token
-from spmd.distributed.peer_transfer import Read, Receiver, TransferError, local_address, send
+from spmd.distributed.peer_transfer import Read, Receiver, local_address, send
 from spmd.distributed.records import report_to_launcher
 from spmd.errors import CheckpointError, printable
 from spmd.run.checkpoint_reader import arrays_by_path
@@ -159,10 +159,17 @@ class MemoryCheckpoints:
         if self._copy is not None:
             (_, source), self._copy = self._copy, None
         else:  # no room on the devices: training waits until the host has the shards
-            wanted = set(self.plan.write)
-            source = {key: np.array(data) for key, data in _local_shards(state).items() if key in wanted}
+            source = self._copy_to_host(state)
         meta = {**meta, "step": step, "arrays": self.described}
         self._last = self._thread.submit(self._write, [source], step, meta)
+
+    def _copy_to_host(self, state: State) -> dict[Key, np.ndarray]:
+        """The shards that this process writes; all are on their way at once."""
+        shards = _local_shards(state)
+        for key in self.plan.write:
+            shards[key].copy_to_host_async()
+        with jax.transfer_guard_device_to_host("allow"):
+            return {key: np.array(shards[key]) for key in self.plan.write}
 
     def _write(self, sources: list[Any], step: int, meta: dict[str, Any]) -> None:
         """Write the one source in the list; it is emptied, so that the copy of the state is freed at once."""
@@ -198,7 +205,7 @@ class MemoryCheckpoints:
             return
         try:
             self.counts.bytes_sent += self.ship(receiver, piece, path, keys)
-        except (TransferError, OSError) as error:
+        except Exception as error:
             self.counts.unsent += 1
             self._log_once(f"a checkpoint in memory could not be sent to {self.job.names[receiver]}: {error}")
 
