@@ -14,7 +14,7 @@ import pytest
 
 import spmd
 from spmd.launch.cli import main
-from spmd.pretrained.safetensors_files import open_files
+from spmd.pretrained.safetensors_files import open_files, write_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
@@ -141,6 +141,20 @@ def adapters_file(tmp_path, text):
     return ["--adapters", tmp_path / "adapters.toml"]
 
 
+def joined_kernels(tmp_path):
+    """A GPT-2 with this tokenizer, and adapters on queries, which share a tensor with keys and values."""
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER.parent / "gpt2", folder)
+    shutil.copy(FOLDER / "tokenizer.json", folder)
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, "vocab_size": 448}))
+    shapes = {name: tensor.shape for name, tensor in open_files(folder).tensors.items()}
+    write_file(
+        folder / "model.safetensors", {n: np.zeros((448, 32) if s[0] == 96 and "wte" in n else s, "float32") for n, s in shapes.items()}
+    )
+    return [folder, *adapters_file(tmp_path, ADAPTERS)]
+
+
 def full(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("of an earlier run")
@@ -180,6 +194,7 @@ WRONG = {
     "adapters_that_match_nothing": lambda path: adapters_file(path, ADAPTERS.replace("query", "querry").replace(",value,down", "")),
     "nothing_that_train_names": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final/**"')),
     "weights_beside_adapters": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final_norm/**"')),
+    "adapters_that_files_cannot_hold": joined_kernels,
     "adapters_twice": lambda path: [*adapters_file(path, ADAPTERS), "--layout", path / "adapters.toml"],
     "merge_of_nothing": lambda path: ["--merge"],
     "an_encoder": lambda path: [shutil.copytree(FOLDER.parent / "bert_classes", path / "model")],
