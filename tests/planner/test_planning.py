@@ -203,7 +203,7 @@ def test_report_begins_with_missing_compiler(monkeypatch):
 @pytest.fixture
 def new(tmp_path, monkeypatch):
     """Plans that no cache has."""
-    monkeypatch.setenv("SPMD_CACHE", str(tmp_path / "plans"))
+    monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
     return lambda target="2xcpu", **options: make_plan(**{"target": target, "mesh": "data=-1,model=2"} | options)
 
 
@@ -503,12 +503,12 @@ def test_what_runs_on_the_host_cannot_be_planned():
 def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
     before = make_plan().memory
-    (folder,) = tmp_path.iterdir()
+    (folder,) = (tmp_path / "plans").iterdir()
     if damage == "folder":
         (folder / "memory.json").unlink()
     else:
         (folder / damage).write_text("")
-    assert make_plan().memory == before and [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert make_plan().memory == before and [path.name for path in (tmp_path / "plans").iterdir()] == [folder.name]
 
 
 @pytest.mark.system
@@ -557,7 +557,7 @@ def test_plans_share_a_process_that_serves_them(new, monkeypatch):
     new("16xcpu")
     second = compile_client._server.process
     assert second is not first and first.returncode is not None, "reaped"
-    shutil.rmtree(compile.cache_folder())
+    shutil.rmtree(compile.cache_folder("plans"))
     again = new("4xcpu")
     assert compile_client._server.process is second and again.memory == before.memory and str(again.traffic) == str(before.traffic)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
