@@ -60,7 +60,9 @@ def in_new_process(folder: str | bool, options: dict[str, Any]) -> dict[str, Any
     command = [sys.executable, __file__, "--child", json.dumps([folder, options])]
     variables = environment | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    measured = json.loads(done.stdout.splitlines()[-1])
+    print(measured, file=sys.stderr, flush=True)
+    return measured
 
 
 def measure(rounds: int, options: dict[str, Any]) -> list[str]:
