@@ -107,7 +107,8 @@ def main() -> None:
         print(json.dumps(run(*json.loads(args.child))))
         return
     options = {"layout": args.layout, "width": args.width, "depth": args.depth}
-    command = f"python benchmarks/compile_cache.py --rounds {args.rounds} --layout {args.layout} --width {args.width} --depth {args.depth}"
+    changed = "".join(f" --{name} {value}" for name, value in options.items() if value != parser.get_default(name))
+    command = f"python benchmarks/compile_cache.py --rounds {args.rounds}{changed}"
     lines = reported.head("The compilation cache", command, "jax", "flax", "optax")
     lines += reported.print_sections([measure(args.rounds, options)])
     if not args.print:
