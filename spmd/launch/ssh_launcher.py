@@ -26,7 +26,7 @@ from spmd.launch.ssh_client import AgentConnection
 from spmd.launch.validation import check_environment_variables
 
 HELLO, LOG_SECONDS = 60.0, 10.0  # seconds for a host to answer, and between two log lines about missing ones
-PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # prefixes of the variables that all hosts get
+PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL", "SPMD_CACHE")  # prefixes of the variables that all hosts get
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 OPTIONS = ("-T", "-x", *(word for option in SSH_OPTIONS for word in ("-o", option)))  # the user's come first, and take precedence
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from spmd.data.device_dataset import replicate_arrays
 from spmd.data.sources import ArraySource, as_source, is_arrays
+from spmd.distributed.shared_cache import agree_on_folder
 from spmd.errors import DataError, MeshError, OptionError, SpmdError, check_integer, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
@@ -133,7 +134,7 @@ def sweep(
         raise OptionError(why, fix="sweep(score=..., mode=..., keep=...).")
     if store_config is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
-    use_folder(choose_folder(compile_cache, None if store_config is None else store_config.path))
+    use_folder(agree_on_folder(choose_folder(compile_cache, None if store_config is None else store_config.path)))
     resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
     sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
     for trial in all_trials:
