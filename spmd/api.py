@@ -31,12 +31,14 @@ from spmd.resume import CHANGED_DATA, open_store, start, wants_resume
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
+from spmd.run.goodput import COMPILING, Goodput
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON
+from spmd.run.time_account import TimeAccount
 from spmd.specs import spec_text
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
@@ -56,6 +58,7 @@ class Result:
       history: metrics of every step and evaluation of this call; `History` says how long runs are summarised.
       stop_reason: why the run stopped early, or None.
       trainer: the `Trainer` that ran it.
+      goodput: seconds of the run by phase (`spmd.run.goodput.Goodput`); None for a trial of a sweep.
 
     Example:
       >>> import optax, spmd
@@ -71,6 +74,7 @@ class Result:
     history: History
     stop_reason: str | None
     trainer: Trainer
+    goodput: Goodput | None = None
 
     @functools.cached_property
     def model(self) -> Any:
@@ -180,17 +184,19 @@ def fit(
       3.0
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
+    config = as_checkpoint(checkpoint)
+    account = TimeAccount.open(None if config is None else Path(config.path))
     join()
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
     options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
     trainer = Trainer(model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, **options)
+    trainer.placed.compiling = functools.partial(account, COMPILING)
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     hooks, outputs, display = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
-    config = as_checkpoint(checkpoint)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     meta = about_run(trainer, reader, program)
@@ -199,7 +205,7 @@ def fit(
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
         store = open_store(config, opened, resume=wants_resume(resume) or (config is not None and was_restarted()))
-        start_point = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
+        start_point = start(store, trainer, meta, account, changed_data=resume == CHANGED_DATA)
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
         outputs, display = _outputs(store, trainer, outputs, display, start_point, room)
@@ -218,7 +224,7 @@ def fit(
             device_data=replicate_arrays(source_data, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
         )
-        loop = Loop(loop_config, start_point)
+        loop = Loop(loop_config, start_point, account)
         opened.pop_all()
     loop.train()
     run = loop.run
@@ -227,7 +233,7 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
-    return Result(run.state, run.history, run.stop_reason, trainer)
+    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:

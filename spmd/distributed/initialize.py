@@ -84,6 +84,22 @@ def was_restarted() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
 
 
+def was_requeued() -> bool:
+    """Whether a scheduler has started the launcher itself again, so that earlier attempts had another launcher."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def attempt_times() -> list[float]:
+    """Seconds since 1970, from `spmd launch`: its start, then start and end of each attempt, and the start of this one. Empty without it.
+
+    An attempt ends with the first failure that was reported, or with its last process.
+    """
+    try:
+        return [float(word) for word in os.environ.get("SPMD_TIMES", "").split()]
+    except ValueError:
+        return []
+
+
 def shrink_factor() -> int:
     """By what factor the number of processes has shrunk since `spmd launch` began, rounded up: 1 unless a host did not come back."""
     return -(-int(os.environ.get("SPMD_FULL", "1")) // jax.process_count())

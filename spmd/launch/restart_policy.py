@@ -29,6 +29,7 @@ class Attempt:
       first: exit codes of the processes that ended first.
       unreported_cause: rank and description of a process that caused the failures without a report (`failure_cause`), or None.
       saved: the step that was saved after a request to stop; None if unknown.
+      failed_at: when the first failure was reported, in seconds since 1970; None if none was.
       fewer: whether it ran on fewer hosts than configured; options that do not fit those may fit all.
       stop_signal: the signal that asked all processes to stop; None: there was none.
     """
@@ -41,6 +42,7 @@ class Attempt:
     fewer: bool = False
     unreported_cause: tuple[int, str] | None = None
     saved: int | None = None
+    failed_at: float | None = None
 
     @property
     def cause(self) -> str:
@@ -113,23 +115,27 @@ def summarize_attempt(
         stop_signal,
         unreported_cause=unreported_cause,
         saved=steps.get("saved"),
+        failed_at=min((failure.at for failure in failed), default=None),
     )
 
 
-def run_with_restarts(attempt: Callable[[int], Attempt], most: int, log: Callable[[str], None]) -> int:
+def run_with_restarts(attempt: Callable[[Sequence[float]], Attempt], most: int, log: Callable[[str], None]) -> int:
     """Run all processes, and restart them as long as that may help.
 
     Args:
-      attempt: runs all processes once; called with the number of earlier attempts.
+      attempt: runs all processes once; called with seconds since 1970: when this function was called, start and end of each earlier
+        attempt, and the start of this one.
       most: the most restarts.
       log: called with lines about failures and restarts.
 
     Returns:
       0, or the exit code of the process that failed first.
     """
-    attempts: list[Attempt] = []
+    attempts, times = list[Attempt](), [time.time()]
     while True:
-        last = attempt(len(attempts))
+        times.append(time.time())
+        last = attempt(times)
+        times.append(time.time() if last.failed_at is None else max(times[-1], min(last.failed_at, time.time())))
         if not any(last.codes.values()):
             return 0
         attempts.append(last)

@@ -9,6 +9,7 @@ from spmd.errors import OptionError, did_you_mean
 from spmd.run.callbacks import as_numbers, save_callbacks
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
+from spmd.run.goodput import EVALUATING, SAVING
 from spmd.run.loggers import write_record
 from spmd.run.schedule import Intervals
 from spmd.run.step_metrics import StepMetrics
@@ -29,7 +30,7 @@ class Evaluator:
         self._metrics.drain()
         self.completed_at = run.step
         self._control.watchdog.record_progress("eval", run.step)
-        with run.throughput.not_training(), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
+        with run.account(EVALUATING), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
             results = config.evaluate(run.state, self._control.stops_evaluation)
         self._control.watchdog.record_progress("step", run.step)
         if results is None:
@@ -79,7 +80,7 @@ class Saver:
         if best is not None and results and best not in results:
             raise OptionError(f'Checkpoint: there is no metric "{best}".', fix=did_you_mean(best, results))
         self._control.watchdog.record_progress("save", run.step)
-        with run.throughput.not_training():
+        with run.account(SAVING):
             run.history.flush()  # before the save: a run that resumes from it finds all earlier steps
             saved = store.save(run.state, run.step, self._meta(), results)
         self._control.watchdog.record_progress("step", run.step)
@@ -102,6 +103,6 @@ class Saver:
             **self._config.meta,
             "position": dataclasses.asdict(run.position),
             "callbacks": save_callbacks(self._config.callbacks, run.step),
-            "pace": run.throughput.to_checkpoint(),
+            "pace": run.account.to_checkpoint(),
             "owes_evaluation": owes,
         }

@@ -104,6 +104,7 @@ class Program:
         options = placed.resolved.layout.compiler
         self.compiler_options = xla_options(options, placed.platform, devices=placed.mesh.size, layerwise=layerwise)  # by XLA's names
         self._compiled: dict[tuple, Callable] = {}
+        self._called: set[tuple] = set()  # compiled, unless other options cleared them
         self._traced_inputs: set[Any] = set()  # signatures of inputs that the model was traced on
 
     @property
@@ -205,9 +206,10 @@ class Program:
     def _check_first_batch(self, state: State, batch: Tree, weights: jax.Array, rows: jax.Array | None = None) -> None:
         """Check the loss and the metrics on the first batch; `rows` as in `Comparison.once`."""
         if not self.comparison.made:
-            self.comparison.once(state, batch, weights, rows)
-            if self.comparison.parts.several and len(self._loss_names) > 1:
-                self.metric_rows.once(state, batch, weights, self._loss_names[1:], f"parts of a batch, {self.comparison.parts},", rows)
+            with self.placed.compiling():
+                self.comparison.once(state, batch, weights, rows)
+                if self.comparison.parts.several and len(self._loss_names) > 1:
+                    self.metric_rows.once(state, batch, weights, self._loss_names[1:], f"parts of a batch, {self.comparison.parts},", rows)
 
     @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
@@ -264,7 +266,12 @@ class Program:
         self._traced_inputs.add(kind)
 
     def _run(self, key: tuple, *arguments: Any) -> Any:
-        return self._retried(lambda: self._function(key)(*arguments))
+        if key in self._called:
+            return self._function(key)(*arguments)
+        with self.placed.compiling():
+            results = self._retried(lambda: self._function(key)(*arguments))
+        self._called.add(key)
+        return results
 
     def _retried(self, compile_it: Callable[[], Any]) -> Any:
         """`compile_it()`; once more with other options, if XLA fails as `without_buffering` says. No argument is donated before."""
@@ -274,6 +281,7 @@ class Program:
             layout = self.placed.resolved.layout
             self.compiler_options = without_buffering(error, self.compiler_options, layout.compiler, layout.source)
             self._compiled.clear()
+            self._called.clear()
         return compile_it()
 
     def _function(self, key: tuple) -> Callable:
@@ -357,7 +365,8 @@ class Program:
 
     def compile(self) -> Any:
         """A step on a full batch, compiled; on several devices, or one that is not a CPU, `step` then runs this program."""
-        return self._retried(lambda: self._traced.lower().compile())
+        with self.placed.compiling():
+            return self._retried(lambda: self._traced.lower().compile())
 
     def text(self) -> str:
         """A step on a full batch as StableHLO; `step` then compiles this lowering."""
