@@ -52,6 +52,7 @@ def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any],
       CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
     """
     if store is None or store.latest() is None:
+        account.resume(None)
         return StartPoint(trainer.init())
     with account(RESTORING):
         return _restore(store, trainer, meta, account, changed_data=changed_data)
@@ -66,14 +67,14 @@ def _restore(store: CheckpointStore, trainer: Trainer, meta: dict[str, Any], acc
         text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
         raise CheckpointError(f"{text}\n", fix=fix, problems=problems)
     if step is None:
+        account.resume(None)
         return StartPoint(trainer.init())
     saved = store.meta(step)
     with store.naming_errors(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
-        if saved.get("pace") is not None:
-            account.resume(saved["pace"])
+        account.resume(saved.get("pace"))
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
     unhashed = [] if hashed else [name for name in now if name.startswith("contents")]

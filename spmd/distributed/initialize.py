@@ -92,7 +92,7 @@ def was_requeued() -> bool:
 def attempt_times() -> list[float]:
     """Seconds since 1970, from `spmd launch`: its start, then start and end of each attempt, and the start of this one. Empty without it.
 
-    An attempt ends with the first failure that was reported, or with its last process.
+    An attempt ends with its first failure, as far as that is known, or with its last process.
     """
     try:
         return [float(word) for word in os.environ.get("SPMD_TIMES", "").split()]

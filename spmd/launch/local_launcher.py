@@ -91,7 +91,7 @@ def _attempt(argv: Sequence[str], config: LocalConfig, times: Sequence[float]) -
         group = ProcessGroup({})
         with forward_signals(group, group.signal), start_processes(commands, rank_prefix(config.count), group=group):
             codes = group.wait(config.settings.grace)
-        return summarize_attempt(read_records(folder), codes, group.first, group.stop_signal)
+        return summarize_attempt(read_records(folder), codes, group.first, group.stop_signal, group.failed_at)
 
 
 def process_environments(config: LocalConfig, times: Sequence[float], folder: Path) -> dict[int, dict[str, str]]:

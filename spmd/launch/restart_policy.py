@@ -29,7 +29,7 @@ class Attempt:
       first: exit codes of the processes that ended first.
       unreported_cause: rank and description of a process that caused the failures without a report (`failure_cause`), or None.
       saved: the step that was saved after a request to stop; None if unknown.
-      failed_at: when the first failure was reported, in seconds since 1970; None if none was.
+      failed_at: when the first process failed, in seconds since 1970; None if that is not known.
       fewer: whether it ran on fewer hosts than configured; options that do not fit those may fit all.
       stop_signal: the signal that asked all processes to stop; None: there was none.
     """
@@ -90,7 +90,11 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def summarize_attempt(
-    records: Iterable[Mapping[str, Any]], codes: Mapping[int, int], first: Mapping[int, int], stop_signal: int | None = None
+    records: Iterable[Mapping[str, Any]],
+    codes: Mapping[int, int],
+    first: Mapping[int, int],
+    stop_signal: int | None = None,
+    failed_at: float | None = None,
 ) -> Attempt:
     """An attempt, from its processes' records and exit codes; an exit code in a record takes precedence."""
     records = list(records)
@@ -115,7 +119,7 @@ def summarize_attempt(
         stop_signal,
         unreported_cause=unreported_cause,
         saved=steps.get("saved"),
-        failed_at=min((failure.at for failure in failed), default=None),
+        failed_at=min((at for at in (failed_at, *(failure.at for failure in failed)) if at is not None), default=None),
     )
 
 

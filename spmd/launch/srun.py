@@ -63,7 +63,7 @@ def _attempt(
                     if not group.ended():  # end the tasks in any case: they are not children of this process
                         send(signal.SIGKILL)
             exit_codes = {rank: _exit_code(code) for rank, code in codes.items()}
-            return summarize_attempt(read_records(folder), exit_codes, exit_codes, group.stop_signal)
+            return summarize_attempt(read_records(folder), exit_codes, exit_codes, group.stop_signal, group.failed_at)
     finally:
         with contextlib.suppress(OSError):  # not empty: it has the folder of another attempt
             reports.rmdir()

@@ -96,8 +96,8 @@ class TimeAccount:
         return previous
 
     def resume(self, pace: Any) -> None:
-        """The run resumes from a checkpoint with this `to_checkpoint()`; what was trained after it is lost."""
-        trained, began = map(float, pace)
+        """The run resumes from a checkpoint with this `to_checkpoint()`; what was trained after it is lost. None: it starts over."""
+        trained, began = (0.0, round(self.timeline.began, 3)) if pace is None else map(float, pace)
         if began == round(self.timeline.began, 3):
             self.timeline.repeat(self.timeline.totals.get(TRAINING, 0.0) - trained)
         elif was_restarted() and began < self.timeline.began and not self.timeline.totals.get(TRAINING):  # its account is not on disk

@@ -154,6 +154,22 @@ def test_restart_continues_the_account_and_counts_lost_steps_as_repeated(clock, 
     assert json.loads((tmp_path / "goodput.json").read_text())["totals"] == parts
 
 
+def test_restart_without_a_checkpoint_repeats_all(clock, tmp_path, monkeypatch):
+    launched(monkeypatch, 1000.0, 1000.0)
+    first = TimeAccount.open(tmp_path)
+    first.write_to(tmp_path)
+    trained(first, clock, 60.0)
+    launched(monkeypatch, 1000.0, 1000.0, 1064.0, 1064.0)
+    clock.now = 1064.0
+    second = TimeAccount.open(tmp_path)
+    second.resume(None)
+    assert spent(second) == {"repeated": 64.0}  # killed while it trained
+    first.close()
+    third = TimeAccount.open(tmp_path)
+    third.resume(None)
+    assert spent(third) == {"repeated": 60.0, "starting": 4.0}
+
+
 def test_attempt_that_left_no_record_is_counted(clock, tmp_path, monkeypatch):
     launched(monkeypatch, 1000.0, 1000.0, 1020.0, 1022.0)
     clock.now = 1030.0
