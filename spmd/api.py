@@ -37,7 +37,7 @@ from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule, check_length
-from spmd.run.signals import SIGTERM_REASON
+from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.time_account import TimeAccount
 from spmd.specs import spec_text
 from spmd.train.compiled_step import Program
@@ -102,6 +102,7 @@ class Result:
         return export(self.trainer, self.state, folder, **options)
 
 
+@interruptible()
 def fit(
     model: Any,
     data: Any,

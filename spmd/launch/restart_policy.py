@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def _ended(rank: int, code: int, saved: int | None = None) -> str:
         return "hosts are missing" if rank == ALL else f"the host of process {rank} is gone"
     who = "the step of srun" if rank == ALL else f"process {rank}"
     if code < 0:
-        return f"{who} ended with signal {-code}"
+        return f"{who} ended with signal {-code}" + (f": it received SIGTERM{_saved(saved)}" if code == -signal.SIGTERM else "")
     return f"{who} ended with code {code}" + (f": it received SIGTERM{_saved(saved)}" if code == TERMINATED else "")
 
 
@@ -167,7 +168,7 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
         return "processes that disagree would disagree again"
     if USAGE in codes and not last.fewer:
         return "the error before training would recur"
-    if TERMINATED in codes:
+    if codes & {TERMINATED, -signal.SIGTERM}:
         return f"it was asked to stop{_saved(last.saved)}"
     if len(attempts) > 1 and last.signature is not None and last.signature == attempts[-2].signature:
         return "the same error occurred twice at the same step"

@@ -15,7 +15,7 @@ from spmd.run.goodput import SAVING, TRAINING
 from spmd.run.history import History
 from spmd.run.loggers import close_logger
 from spmd.run.schedule import Intervals, is_due
-from spmd.run.signals import interruptible
+from spmd.run.signals import SIGTERM_REASON, stop_by
 from spmd.run.step_metrics import StepMetrics
 from spmd.run.time_account import TimeAccount
 
@@ -50,7 +50,8 @@ class Loop:
         try:
             self._watchdog.begin_run(run.step)
             self._config.progress.start(run.step, control.total_steps())
-            with interruptible(control.ask), jax.transfer_guard("disallow"):
+            stop_by(control.ask)
+            with jax.transfer_guard("disallow"):
                 control.notify("on_start")
                 restore_callbacks(self._config.callbacks, self._start.callbacks)
                 if self._start.owes_evaluation:
@@ -71,6 +72,8 @@ class Loop:
             raise
         self._watchdog.record_progress("save", run.step)
         self._close()
+        if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written
+            run.stop_reason = run.stop_reason or SIGTERM_REASON
         self._watchdog.record_progress("script", run.step)
 
     def _epoch(self) -> None:

@@ -30,7 +30,7 @@ class StepMetrics:
         Metrics are read one step late: the device already has its next step while the host reads this one.
         """
         self._unread.append((first_step, self._run.position.epoch, packed, rows, self._run.account.now()))
-        self._calls += 1
+        self._calls, self._control.watchdog.has_trained = self._calls + 1, True
         if self._calls == 2:  # the first one after compiling: how long a call takes
             packed.block_until_ready()
             self._run.account.call_done(self._unread[-1][-1], seen=True)

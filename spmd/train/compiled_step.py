@@ -104,7 +104,7 @@ class Program:
         options = placed.resolved.layout.compiler
         self.compiler_options = xla_options(options, placed.platform, devices=placed.mesh.size, layerwise=layerwise)  # by XLA's names
         self._compiled: dict[tuple, Callable] = {}
-        self._called: set[tuple] = set()  # compiled, unless other options cleared them
+        self._ready: set[tuple] = set()  # those that were compiled
         self._traced_inputs: set[Any] = set()  # signatures of inputs that the model was traced on
 
     @property
@@ -266,11 +266,11 @@ class Program:
         self._traced_inputs.add(kind)
 
     def _run(self, key: tuple, *arguments: Any) -> Any:
-        if key in self._called:
+        if key in self._ready:
             return self._function(key)(*arguments)
         with self.placed.compiling():
             results = self._retried(lambda: self._function(key)(*arguments))
-        self._called.add(key)
+        self._ready.add(key)
         return results
 
     def _retried(self, compile_it: Callable[[], Any]) -> Any:
@@ -281,7 +281,7 @@ class Program:
             layout = self.placed.resolved.layout
             self.compiler_options = without_buffering(error, self.compiler_options, layout.compiler, layout.source)
             self._compiled.clear()
-            self._called.clear()
+            self._ready.clear()
         return compile_it()
 
     def _function(self, key: tuple) -> Callable:
