@@ -13,6 +13,8 @@ from spmd.data.sources import ArraySource, as_source, is_arrays
 from spmd.errors import DataError, MeshError, OptionError, SpmdError, check_integer, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
+from spmd.program_cache.activate import use_folder
+from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.progress import make_progress
 from spmd.run.schedule import check_length
@@ -58,6 +60,7 @@ def sweep(
     exact: bool = True,
     check_memory: bool = True,
     progress: bool | str = "auto",
+    compile_cache: str | Path | bool | None = None,
 ) -> Sweep:
     """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
 
@@ -88,6 +91,7 @@ def sweep(
         with convolutions always run one after the other.
       check_memory: ask the compiler, before anything is allocated, whether the trials in one program fit the devices; raise if not. CPUs
         do not report their memory.
+      compile_cache: as in `fit`.
 
     Returns:
       A `Sweep`: the table, and the best trials as results.
@@ -129,6 +133,7 @@ def sweep(
         raise OptionError(why, fix="sweep(score=..., mode=..., keep=...).")
     if store_config is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
+    use_folder(choose_folder(compile_cache, None if store_config is None else store_config.path))
     resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
     sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
     for trial in all_trials:
