@@ -1,6 +1,7 @@
 """`join`: connect this process to the others, before JAX looks for devices."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import socket
@@ -98,6 +99,14 @@ def attempt_times() -> list[float]:
         return [float(word) for word in os.environ.get("SPMD_TIMES", "").split()]
     except ValueError:
         return []
+
+
+def grace_seconds() -> float:
+    """Seconds to save and exit after SIGTERM, from `spmd launch --grace`; infinity where that is not known."""
+    try:
+        return float(os.environ.get("SPMD_GRACE", "inf"))
+    except ValueError:
+        return math.inf
 
 
 def shrink_factor() -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import spmd
+from spmd.distributed.watchdog import current
 from spmd.run.checkpoint import CheckpointStore
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import PlacedModel
@@ -23,10 +24,17 @@ FOLDER, PHASE, RANK = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
 def wait():
-    """Wait for SIGTERM, at most two minutes, as XLA would: the GIL is free, and the main thread runs no Python."""
-    if os.environ.get("SPMD_PROCESS", "0") == RANK:
+    """Wait for SIGTERM, at most two minutes, as XLA would: the GIL is free, and the main thread runs no Python.
+
+    Where something is to save, until the run knows of the request: it may have fewer steps left than it makes until then.
+    """
+    if os.environ.get("SPMD_PROCESS", "0") == RANK and not current().stop_reason:
         print("READY", flush=True)
-        ctypes.CDLL(None).sleep(1 if PHASE in LASTING else 120)
+        remaining, until = 120, time.monotonic() + 120
+        while remaining:
+            remaining = ctypes.CDLL(None).sleep(remaining) if PHASE not in LASTING else 0  # a signal ends it early
+        while not current().stop_reason and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def before(kind, name, here=lambda *arguments: True):
@@ -48,7 +56,7 @@ def evaluation():
         yield {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
 
 
-LASTING = ("evaluate", "compile later", "write")  # where something is to save: the wait ends, and the run goes to its end
+LASTING = ("evaluate", "compile later", "write")  # where something is to save
 if PHASE == "setup":
     before(PlacedModel, "init")
 if PHASE == "compile":
@@ -63,7 +71,6 @@ if PHASE == "write":
 model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
 options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 8}
 data = {"x": np.ones((64, 4), np.float32), "y": np.ones((64, 1), np.float32)}
-started = time.time()
 result = spmd.fit(
     model,
     data,

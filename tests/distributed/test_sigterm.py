@@ -85,8 +85,8 @@ def test_sigterm_to_several_processes(phase, whom, tmp_path):
     assert "END" not in run.text and "Traceback" not in run.text and "failed at step" not in run.text and "restart 1" not in run.text, (
         run.text
     )
-    assert saved(folder) == step, run.text
-    expected = f", and has saved step {step}" if PHASES[phase] else ""
+    assert saved(folder) in (step, PHASES[phase] and step + 1), run.text  # the other process may be ahead
+    expected = f", and has saved step {saved(folder)}" if PHASES[phase] else ""
     (line,) = re.findall(r"(?m)^spmd launch: process \d ended .*", run.text)
     assert re.fullmatch(rf"spmd launch: process \d ended with code 143: it received SIGTERM{expected}", line), run.text
 

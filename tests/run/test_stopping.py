@@ -14,6 +14,7 @@ from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
 import spmd
 from spmd.errors import CallbackError
+from spmd.run import time_account
 from spmd.run.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.optimized  # processes of their own compile as users do
@@ -257,6 +258,26 @@ def test_sigterm_while_the_last_checkpoint_is_written_is_not_lost(tmp_path, monk
     with pytest.raises(SystemExit) as raised:
         fit(steps=3, checkpoint=tmp_path)
     assert raised.value.code == 143 and finished_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("took, said", [(20.0, True), (19.0, False)])
+def test_save_that_may_take_longer_than_the_time_left_is_reported(took, said, tmp_path, monkeypatch, caplog):
+    """By a fake clock: 10 s of 30 pass between the signal and the save."""
+    clock = [1000.0]
+    monkeypatch.setattr(time_account, "now", lambda: clock[0])
+    monkeypatch.setenv("SPMD_GRACE", "29.5")
+
+    def press(info):
+        if info.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+            clock[0] += 10.0
+            info._control.config.store.write_seconds = took
+
+    with pytest.raises(SystemExit):
+        fit(epochs=3, checkpoint=tmp_path, callbacks=[press])
+    text = "step 3 may not be saved in time: the last checkpoint took 20 s to write, and 19.5 s are left after SIGTERM.\n"
+    assert (f"{text}    fix: spmd launch --grace 40" in caplog.text) == said == ("in time" in caplog.text)
+    assert finished_steps(tmp_path) == [3]
 
 
 def test_fork_does_not_end_the_run():
