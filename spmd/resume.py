@@ -5,12 +5,12 @@ import dataclasses
 from typing import Any
 
 from spmd.data.work_assignment import Position
-from spmd.distributed.initialize import was_restarted
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.config import StartPoint
-from spmd.run.throughput import Throughput
+from spmd.run.goodput import RESTORING
+from spmd.run.time_account import TimeAccount
 from spmd.trainer import Trainer
 
 CHANGED_DATA = "changed_data"  # fit(resume=...): resume although the contents of the data have changed
@@ -45,26 +45,36 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     return store
 
 
-def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> StartPoint:
+def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], account: TimeAccount, *, changed_data: bool) -> StartPoint:
     """The starting point of a run: the newest undamaged checkpoint, or step 0 if there is none.
 
     Raises:
       CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
     """
-    step, damaged = store.newest_intact() if store is not None else (None, {})
-    if store is not None and step is None and damaged:
+    if store is None or store.latest() is None:
+        account.resume(None)
+        return StartPoint(trainer.init())
+    with account(RESTORING):
+        return _restore(store, trainer, meta, account, changed_data=changed_data)
+
+
+def _restore(store: CheckpointStore, trainer: Trainer, meta: dict[str, Any], account: TimeAccount, *, changed_data: bool) -> StartPoint:
+    """The newest undamaged checkpoint as the starting point."""
+    step, damaged = store.newest_intact()
+    if step is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
         fix = f"use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
         text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
         raise CheckpointError(f"{text}\n", fix=fix, problems=problems)
-    if store is None or step is None:
+    if step is None:
+        account.resume(None)
         return StartPoint(trainer.init())
     saved = store.meta(step)
     with store.naming_errors(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
-        throughput = Throughput(saved.get("pace") if was_restarted() else None)  # a run resumed by hand may have paused for days
+        account.resume(saved.get("pace"))
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
     unhashed = [] if hashed else [name for name in now if name.startswith("contents")]
@@ -85,4 +95,4 @@ def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any],
         fix = f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this data.'
         raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
     store.move_damaged(damaged)  # only now is it certain that the run resumes
-    return StartPoint(state, position, callbacks, [*changes, *comm_changes], throughput, owes)
+    return StartPoint(state, position, callbacks, [*changes, *comm_changes], owes)

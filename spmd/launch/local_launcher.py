@@ -81,32 +81,32 @@ def launch(argv: Sequence[str], config: LocalConfig, log: Callable[[str], None])
       0, or the exit code of the process that failed first.
     """
     check_script(argv)
-    return run_with_restarts(lambda number: _attempt(argv, config, number), config.settings.max_restarts, log)
+    return run_with_restarts(lambda times: _attempt(argv, config, times), config.settings.max_restarts, log)
 
 
-def _attempt(argv: Sequence[str], config: LocalConfig, number: int) -> Attempt:
+def _attempt(argv: Sequence[str], config: LocalConfig, times: Sequence[float]) -> Attempt:
     """Run all processes once."""
     with report_folder() as folder:
-        commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, number, folder).items()}
+        commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, times, folder).items()}
         group = ProcessGroup({})
         with forward_signals(group, group.signal), start_processes(commands, rank_prefix(config.count), group=group):
             codes = group.wait(config.settings.grace)
-        return summarize_attempt(read_records(folder), codes, group.first, group.stop_signal)
+        return summarize_attempt(read_records(folder), codes, group.first, group.stop_signal, group.failed_at)
 
 
-def process_environments(config: LocalConfig, number: int, folder: Path) -> dict[int, dict[str, str]]:
+def process_environments(config: LocalConfig, times: Sequence[float], folder: Path) -> dict[int, dict[str, str]]:
     """The environment of each process, by rank.
 
     Args:
       config: the processes.
-      number: of attempts before this one.
+      times: of the attempts, as `restart_policy.run_with_restarts` gives them; empty if there are no attempts.
       folder: where they leave their records.
     """
     count, gpus = config.count, config.gpus
     shared = {
         **os.environ,
         **config.settings.environment(),
-        **attempt_environment(number),
+        **attempt_environment(times),
         "SPMD_PROCESSES": str(count),
         "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
         "SPMD_REPORT": str(folder),
@@ -115,9 +115,11 @@ def process_environments(config: LocalConfig, number: int, folder: Path) -> dict
     return {rank: shared | rank_environment(rank, rank, count, gpus) for rank in range(count)}
 
 
-def attempt_environment(number: int) -> dict[str, str]:
-    """Variables of all processes of an attempt, which has a new token; `number` of attempts were before it."""
-    return {"SPMD_TOKEN": secrets.token_hex(16), "SPMD_ATTEMPT": str(number), "PYTHONUNBUFFERED": "1"}
+def attempt_environment(times: Sequence[float]) -> dict[str, str]:
+    """Variables of all processes of an attempt, which has a new token; `times` as for `process_environments`."""
+    number = max(len(times) - 2, 0) // 2
+    variables = {"SPMD_TOKEN": secrets.token_hex(16), "SPMD_ATTEMPT": str(number), "PYTHONUNBUFFERED": "1"}
+    return {**variables, "SPMD_TIMES": " ".join(f"{seconds:.3f}" for seconds in times)}
 
 
 def rank_environment(rank: int, local_rank: int, local_size: int, gpus: Sequence[str]) -> dict[str, str]:

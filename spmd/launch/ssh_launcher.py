@@ -103,10 +103,10 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
     if not argv or Path(config.folder) == Path.cwd():  # another folder may exist on the hosts only
         check_script(argv)
     full_size: list[int] = []  # the number of processes of the first attempt, once known
-    return run_with_restarts(lambda number: _attempt(argv, config, number, full_size, log), config.settings.max_restarts, log)
+    return run_with_restarts(lambda times: _attempt(argv, config, times, full_size, log), config.settings.max_restarts, log)
 
 
-def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: list[int], log: Callable[[str], None]) -> Attempt:
+def _attempt(argv: Sequence[str], config: SshConfig, times: Sequence[float], full_size: list[int], log: Callable[[str], None]) -> Attempt:
     """Run all processes once, on the hosts that answer."""
     with _connect(config) as agents, forward_signals(group := RemoteProcessGroup(agents, log), group.wish):
         ready = _ready_connections(agents, group, config, log, first=not full_size)
@@ -118,7 +118,7 @@ def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: lis
         full_size[:] = full_size or [len(processes)]
         if len(ready) < len(agents):
             log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(agent.host.name for agent in ready)}")
-        shared = config.environment() | attempt_environment(number) | {"SPMD_FULL": str(full_size[0])}
+        shared = config.environment() | attempt_environment(times) | {"SPMD_FULL": str(full_size[0])}
         shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": join_address(hello["address"], hello["port"])}
         for agent in ready:
             environments = {rank: processes[rank] for rank in agent.ranks}

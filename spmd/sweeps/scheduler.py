@@ -15,7 +15,6 @@ from spmd.api import Result, about_run
 from spmd.data.work_assignment import Position
 from spmd.mesh import make_mesh
 from spmd.run.history import History
-from spmd.run.throughput import Throughput
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
 from spmd.sweeps.storage import SweepStore, open_checkpoints
@@ -188,7 +187,7 @@ class SweepRunner:
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
         about = about_run(result.trainer, data)
-        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": Throughput().to_checkpoint()}
+        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": None}
         unfinished = place.with_name(f".{place.name}")
         if unfinished.exists():
             shutil.rmtree(unfinished)
