@@ -29,7 +29,7 @@ from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_step_memory
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
-from spmd.resume import CHANGED_DATA, open_store, start, wants_resume
+from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
@@ -219,8 +219,10 @@ def fit(
     _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
-        store = open_store(config, opened, resume=wants_resume(resume) or (config is not None and was_restarted()))
-        start_point = start(store, trainer, meta, account, changed_data=resume == CHANGED_DATA)
+        resumes = wants_resume(resume) or (config is not None and was_restarted())
+        store = open_store(config, opened, resume=resumes)
+        memory = open_checkpoints_in_memory(config, store, trainer, opened, resume=resumes)
+        start_point = start(store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA)
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
         outputs, display = _outputs(store, trainer, outputs, display, start_point, room)
@@ -238,6 +240,7 @@ def fit(
             prefetch=prefetch,
             device_data=replicate_arrays(source_data, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
+            memory=memory,
         )
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()
@@ -335,11 +338,15 @@ def _outputs(
         with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
             (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
-    step, changes = int(start_point.state.step), start_point.changes
+    step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
     if step:
         # earlier records with a later step belong to the interrupted run
-        write_record(loggers, {"step": step, "event": "resumed", **({"changed": changes} if changes else {})})
-        display.say(f"resumed from step {step}{''.join(f'; {change}' for change in changes)}")
+        more = {"changed": changes} if changes else {}
+        write_record(loggers, {"step": step, "event": "resumed", **more, **({"source": source} if source else {})})
+        text = f"resumed step {step} from {source}" if source else f"resumed from step {step}"
+        display.say(f"{text}{''.join(f'; {change}' for change in changes)}")
+        if source and isinstance(display, NoProgress):
+            logging.getLogger("spmd").warning(text)
     for line in [*trainer.notes(), *([room] if room else [])]:
         display.say(line)
         if isinstance(display, NoProgress) and line.startswith("note:"):

@@ -80,6 +80,11 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTim
     return world
 
 
+def job_token() -> str:
+    """The secret of this job's processes; "" if there is none, or only one process."""
+    return "" if _joined is None else _joined.token
+
+
 def was_restarted() -> bool:
     """Whether `spmd launch` or SLURM has started this process again after a failure or a requeue: a run resumes from its checkpoint."""
     return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))

@@ -11,6 +11,7 @@ from spmd.run.callbacks import Callback
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.history import History
 from spmd.run.loggers import Logger
+from spmd.run.memory_checkpoint import MemoryCheckpoints
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.schedule import RunSchedule
 from spmd.run.time_account import TimeAccount
@@ -41,6 +42,7 @@ class LoopConfig:
     prefetch: int
     device_data: Any = None
     steps_per_call: int = 1
+    memory: MemoryCheckpoints | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class StartPoint:
       callbacks: (class name, what it saved).
       changes: options that differ from the checkpoint's, and codec state that did not fit, as text.
       owes_evaluation: whether a signal ended the run before an evaluation that was due.
+      source: where it is from, if not from a checkpoint on disk, as text.
     """
 
     state: State
@@ -59,6 +62,7 @@ class StartPoint:
     callbacks: list = dataclasses.field(default_factory=list)
     changes: list[str] = dataclasses.field(default_factory=list)
     owes_evaluation: bool = False
+    source: str = ""
 
 
 @dataclasses.dataclass

@@ -93,6 +93,24 @@ class Saver:
         if saved:
             self._control.notify("on_checkpoint")
 
+    def save_in_memory(self) -> None:
+        """Start to write a checkpoint of the newest state to the memory of the hosts."""
+        memory, run = self._config.memory, self._run
+        if memory is None:
+            return
+        memory.copy(run.state, run.step)  # first, so that the devices need not wait for the host
+        self._metrics.drain()
+        with run.account(SAVING):
+            run.history.flush()
+            memory.save(run.state, run.step, self._meta())
+
+    def report_memory(self) -> None:
+        """Report, at the end of the run, what was written to memory."""
+        if (memory := self._config.memory) is not None:
+            memory.wait()
+            write_record(self._config.loggers, {"step": self._run.step, "event": "memory", **dataclasses.asdict(memory.counts)})
+            self._config.progress.say(str(memory.counts))
+
     def save_after_error(self, error: BaseException) -> None:
         """Save the newest state and wait until it is on disk; a note of the error says where."""
         store, run = self._config.store, self._run

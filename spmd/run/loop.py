@@ -64,6 +64,7 @@ class Loop:
                 self._metrics.log()
                 self._metrics.show()
                 self._saver.save()
+                self._saver.report_memory()
                 # a request may have come too late to stop anything
                 run.stop_reason = run.stop_reason or self._watchdog.requested_stop_reason or None
                 control.notify_stop()
@@ -74,6 +75,7 @@ class Loop:
         self._close()
         if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written
             run.stop_reason = run.stop_reason or SIGTERM_REASON
+        self._close_memory(remove=True)
         self._watchdog.record_progress("script", run.step)
 
     def _epoch(self) -> None:
@@ -112,6 +114,8 @@ class Loop:
             self._evaluator.evaluate()
         if saves:
             self._saver.save()
+        if is_due(intervals.memory, step):
+            self._saver.save_in_memory()
 
     def _end_of_epoch(self) -> None:
         """What is due at this step and once per epoch; a run that resumes from here begins the next epoch."""
@@ -140,7 +144,14 @@ class Loop:
         finally:  # another Ctrl-C may end the save; the folder must be released all the same
             with contextlib.suppress(Exception):
                 self._close(wait_for_save=not alone)
+            with contextlib.suppress(Exception):
+                self._close_memory(remove=False)
             self._watchdog.record_progress("script", self.run.step)
+
+    def _close_memory(self, *, remove: bool) -> None:
+        """Close the checkpoints in memory, and remove them if the disk has the last step."""
+        if (memory := self._config.memory) is not None:
+            memory.close(remove=remove)
 
     def _close(self, *, wait_for_save: bool = True) -> None:
         account, progress = self.run.account, self._config.progress
