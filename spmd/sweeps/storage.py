@@ -70,6 +70,7 @@ def open_checkpoints(folder: Path) -> Iterator[CheckpointStore]:
         store.release()
         raise
     store.close()
+    first_nonempty("")  # a barrier: each process looks whether its last save is there, before anything moves it
 
 
 class SweepStore:
