@@ -81,14 +81,16 @@ def sweep(
       optimizer: `optimizer(**hyperparameters)` gives an optax gradient transformation.
       trials: how many to draw; a grid has one for each combination.
       search: "random", "grid", or a `spmd.Halving`.
-      mesh: such as "net=8", or "net=4,data=2" (each trial data-parallel over 2 devices); None: all devices on `net`.
+      mesh: such as "net=8", or "net=4,data=2" (each trial data-parallel over 2 devices, of one process); None: all devices of all
+        processes on `net`.
       batch_size, epochs, steps, shuffle, seed: as in `fit`, for each trial.
       eval_data: arrays on which every trial is evaluated at its end and at each rung.
       score: the metric that ranks trials: "eval_loss", another evaluation metric as "eval_NAME", or "loss", the mean over the last
         epoch's steps; None: "eval_loss" with `eval_data`, else "loss". `mode`: whether "min" or "max" is best.
       keep: how many of the best trials to keep with their arrays; on disk in `best/` of `checkpoint`'s folder, one run each.
       at_once: at most this many trials in one program; None: all. The rest queue.
-      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs. `resume=True` resumes.
+      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs. `resume=True` resumes, and
+        so does a restart by `spmd launch`.
       steps_per_call: steps compiled into one call.
       exact: compute the trials on one device one after the other, each as if alone. False: vmapped, their matrices batched, which is
         faster where a small network leaves a device idle; sums are then taken in another order, which training can amplify. Networks
@@ -101,6 +103,7 @@ def sweep(
 
     Raises:
       SpmdError: one of its subclasses, before anything is compiled.
+      ClusterError: the processes of a run of several do not agree.
 
     Example:
       >>> import optax, spmd
@@ -202,9 +205,7 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
         within = math.gcd(sizes.get(DATA, 1), jax.local_device_count())
         why = f"the positions along {NET} are on processes {', '.join('+'.join(map(str, sorted(of_trial))) for of_trial in ranks)}"
         rule = "Each trial needs devices of one process; processes come in order, and all take part"
-        raise MeshError(
-            f"mesh {MeshSpec.parse(devices)}: {why}. {rule}.", fix=f'"{NET}={jax.device_count() // within},{DATA}={within}".'
-        )
+        raise MeshError(f"mesh {MeshSpec.parse(devices)}: {why}. {rule}.", fix=f'"{NET}={jax.device_count() // within},{DATA}={within}".')
     return devices
 
 
@@ -218,7 +219,7 @@ def _check_programs_agree(packed: VmappedTrials, trial: Trial, call: Piece) -> N
     """Compare a trial's initial values, and the program of its steps."""
     if jax.process_count() > 1:
         text = packed.lowered(packed.mesh.shape[NET], call.count, call.rows, shared=True).as_text()
-        check_consistency(checksums(packed.init(trial)) | program_facts(text, f"the steps of trial {trial.number}"))
+        check_consistency(checksums(packed.init(trial).variables) | program_facts(text, f"the steps of trial {trial.number}"))
 
 
 def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> VmappedTrials:

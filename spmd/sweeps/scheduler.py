@@ -168,7 +168,7 @@ class SweepRunner:
     def _sweep(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
         if jax.process_count() > 1:  # files are read by all processes together, which need not ask for a result together
             cleared = [trial for trial in trials if trial.number in states and states[trial.number] is None]
-            states = {**states, **{trial.number: self._result(trial, None, History([]), folder).state for trial in cleared}}
+            states = {**states, **{trial.number: self._result(trial, None, History(()), folder).state for trial in cleared}}
         tried = [self._trial_result(trial, records[trial.number], states, folder) for trial in trials]
         kept = [tried[number] for number in states]
         if folder is not None:

@@ -134,14 +134,16 @@ class VmappedTrials:
         """The states in these slots, on the host of every process; all processes call this."""
         local = jax.device_get(multihost_utils.global_array_to_host_local_array(states, self.mesh, PartitionSpec(NET)))
         here = {slot: at for at, slot in enumerate(self._local_slots(jax.tree.leaves(states)[0].shape[0]))}
-        picked = [jax.tree.map(lambda leaf, at=here.get(slot, 0): leaf[at], local) for slot in wanted]
-        if jax.process_count() == 1:
-            return picked
-        return [_broadcast(state, is_source=slot in here) for state, slot in zip(picked, wanted, strict=True)]
+
+        def host_state(slot: int) -> Any:
+            state = jax.tree.map(lambda leaf: leaf[here.get(slot, 0)], local)
+            return state if jax.process_count() == 1 else _broadcast(state, is_source=slot in here)
+
+        return [host_state(slot) for slot in wanted]
 
     def _local_slots(self, slots: int) -> list[int]:
         places = self._slot_sharding.addressable_devices_indices_map((slots,)).values()
-        return sorted({slot for (place,) in places for slot in range(*place.indices(slots))})
+        return np.unique(np.concatenate([np.arange(slots)[place] for place in places])).tolist()
 
     def abstract(self, slots: int) -> State:
         """Shapes and shardings of the states of `slots` slots."""
@@ -177,7 +179,7 @@ class VmappedTrials:
         return states, _readable(measured)
 
     def lowered(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
-        """`count` updates of `slots` slots, lowered from shapes; `steps` runs what it compiles to. `shared`: all slots have the same rows."""
+        """Lower `count` updates of `slots` slots from shapes; `steps` then runs that program. `shared`: all slots have the same rows."""
         shape = (1 if shared else slots, count, rows)
         function, (rows_sharding, weights_sharding) = self._steps(shape, shared=shared)
         values = self._abstract_values(slots, sharding=self._slot_sharding)

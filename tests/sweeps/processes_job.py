@@ -45,8 +45,13 @@ def main(folder, cases, *kill):
         case |= MORE.get(case.pop("more", ""), {})
         if case.pop("differ", False):
             case["space"] = {"learning_rate": [0.1, 0.2 + jax.process_index()]}
+        again, options = (
+            case.pop("again", False),
+            {"checkpoint": spmd.Checkpoint(Path(folder, name, "sweep"), every=2), "steps_per_call": 2},
+        )
         try:
-            found = sweep(**case, checkpoint=spmd.Checkpoint(Path(folder, name, "sweep"), every=2), steps_per_call=2)
+            found = sweep(**case, **options)
+            found = sweep(**case, **options, resume=True) if again else found  # now from what is on disk
         except SpmdError as error:
             print(f"REFUSED {name}: {' '.join(str(error).split())}", flush=True)
             continue

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.system
 JOB = Path(__file__).parent / "processes_job.py"
 CASES = {
     "large": {"more": "large", "trials": 32, "at_once": 12, "keep": 3},
-    "halving": {"more": "halving", "trials": 11, "kind": "statistics and dropout", "epochs": 3, "keep": 1},
+    "halving": {"more": "halving", "trials": 11, "kind": "statistics and dropout", "epochs": 3, "keep": 1, "again": True},
     "data": {"trials": 6, "mesh": "net=4,data=2", "epochs": 1, "exact": False, "keep": 1},
 }
 
@@ -22,7 +22,8 @@ CASES = {
 def swept(folder, processes, *words, cases=CASES, options=()):
     """Run the cases in a launch of so many processes."""
     folder.mkdir()
-    run = launch("--processes", processes, "--simulate", 8 // processes, *options, JOB, folder, json.dumps(cases), *words, XLA_FLAGS=os.environ["SPMD_TEST_FLAGS"])
+    command = ["--processes", processes, "--simulate", 8 // processes, *options, JOB, folder, json.dumps(cases), *words]
+    run = launch(*command, XLA_FLAGS=os.environ["SPMD_TEST_FLAGS"])
     assert run.code == 0, run.text
     return run
 
@@ -69,6 +70,6 @@ def test_sweep_over_processes_refuses_other_trials_and_trials_that_cross(tmp_pat
     cases = {"other": {"trials": None, "search": "grid", "differ": True}, "crossing": {"mesh": "net=1,data=8"}, "fine": {"epochs": 1}}
     run = swept(tmp_path / "refused", 2, cases=cases)
     assert run.text.count("REFUSED other: the processes do not agree: trial 1 is {'learning_rate': 0.2") == 2
-    why = 'REFUSED crossing: mesh net=1, data=8: the positions along net are on processes 0+1. Each trial needs devices of one process'
+    why = "REFUSED crossing: mesh net=1, data=8: the positions along net are on processes 0+1. Each trial needs devices of one process"
     assert run.text.count(why) == 2 and run.text.count('fix: "net=2,data=4".') == 2
     assert (tmp_path / "refused" / "fine" / "1" / "table.csv").exists()
