@@ -11,22 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import check_source
-from spmd.distributed.consistency import check_consistency, program_facts
+from spmd.distributed.consistency import check_consistency
 from spmd.distributed.initialize import join, shrink_factor, was_restarted
 from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
+from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import TERMINATED, current
 from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_step_memory
+from spmd.program_cache.counts import Compilations, compilations
+from spmd.program_cache.folder import choose_folder
 from spmd.resume import CHANGED_DATA, open_store, start, wants_resume
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
@@ -37,11 +39,11 @@ from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON
-from spmd.specs import spec_text
 from spmd.train.compiled_step import Program
+from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
 from spmd.trainer import Trainer
-from spmd.tree import Tree, describe, flatten
+from spmd.tree import Tree
 from spmd.user_paths import wrap_os_errors
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import unsynced_steps
@@ -56,6 +58,8 @@ class Result:
       history: metrics of every step and evaluation of this call; `History` says how long runs are summarised.
       stop_reason: why the run stopped early, or None.
       trainer: the `Trainer` that ran it.
+      compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
+        trial of a sweep.
 
     Example:
       >>> import optax, spmd
@@ -71,6 +75,7 @@ class Result:
     history: History
     stop_reason: str | None
     trainer: Trainer
+    compilations: Compilations | None = None
 
     @functools.cached_property
     def model(self) -> Any:
@@ -124,6 +129,7 @@ def fit(
     prefetch: int = 2,
     seed: int = 0,
     check_memory: bool = True,
+    compile_cache: str | Path | bool | None = None,
 ) -> Result:
     """Train a Flax model over a mesh of devices, sharded by a layout file, as one compiled step.
 
@@ -159,6 +165,9 @@ def fit(
       seed: sets the order of the data, the dropout masks and, for linen and functional models, the initial values.
       check_memory: ask the compiler, before anything is allocated, whether a step fits the devices; raise if not. CPUs do not report
         their memory; with resident data the check is skipped.
+      compile_cache: a folder that keeps compiled programs, so that a restart loads them. None: `programs/` in the folder of
+        `checkpoint`, or in the user's cache folder ($SPMD_CACHE chooses another). False or "off": none. If JAX's own cache is
+        configured, that one is used.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
@@ -181,16 +190,21 @@ def fit(
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     join()
+    config = as_checkpoint(checkpoint)
+    folder = choose_folder(compile_cache, None if config is None else config.path)
     with current().in_phase("compile"):  # the first look at devices waits for all processes
+        folder = agree_on_folder(folder)
         shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
+    before = compilations()
     options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
-    trainer = Trainer(model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, **options)
+    trainer = Trainer(
+        model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
+    )
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     hooks, outputs, display = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
-    config = as_checkpoint(checkpoint)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     meta = about_run(trainer, reader, program)
@@ -227,7 +241,7 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
-    return Result(run.state, run.history, run.stop_reason, trainer)
+    return Result(run.state, run.history, run.stop_reason, trainer, compilations() - before)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:
@@ -255,12 +269,10 @@ def _check_processes_agree(program: Program, hooks: list[Callback], options: Map
     facts |= {f"compiler option {name}": str(value) for name, value in program.compiler_options.items()}
     together = {type(hook).__name__: hook.every for hook in hooks if hook.together}
     for name, value in {**options, "callbacks": together, "layout": tomllib.loads(options["layout"])}.items():
-        leaves = tree_leaves_with_path(value, is_leaf=lambda node: not isinstance(node, dict))
-        facts |= {f"{name} {keystr(keys, simple=True, separator='.')}".strip(): str(leaf) for keys, leaf in leaves}
-    arrays = flatten(program.placed.abstract_state)
-    facts |= {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
+        facts |= leaves_by_name(name, value)
+    facts |= array_facts(program.placed)
     init_facts, init_text = program.placed.init_facts()
-    program_texts = program_facts(init_text, "the initial values") | program_facts(program.text(), "the step")
+    program_texts = text_facts(init_text, "the initial values") | text_facts(program.text(), "the step")
     with current().in_phase("compile"):
         check_consistency(facts | init_facts | program_texts)
 

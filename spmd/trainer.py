@@ -26,6 +26,8 @@ from spmd.layout.summary import notes, summary
 from spmd.layout.toml_reader import loads
 from spmd.mesh import make_mesh
 from spmd.nn.schedule import Schedule
+from spmd.program_cache.activate import active_folder, use_folder
+from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
@@ -81,7 +83,9 @@ class Metrics(Mapping[str, float]):
 class Trainer:
     """A model, a loss and an optimizer, sharded on a mesh and ready to step.
 
-    `fit` uses one; use it directly to write your own loop. The arguments are those of `fit`.
+    `fit` uses one; use it directly to write your own loop. The arguments are those of `fit`. With `compile_cache=None`, the folder of the
+    newest `fit` stays in use, else it is the user's; a trainer in several processes has none then, since only `fit` makes sure that all of
+    them see the same one.
 
     Example:
       >>> import optax, spmd
@@ -107,7 +111,11 @@ class Trainer:
         precision: str = "float32",
         accumulate: int = 1,
         seed: int = 0,
+        compile_cache: str | Path | bool | None = None,
     ):
+        folder = choose_folder(compile_cache, None)
+        if compile_cache is not None or (active_folder() is None and jax.process_count() == 1):
+            use_folder(folder)
         config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
         self.layout = Layout.load(layout)
         self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)

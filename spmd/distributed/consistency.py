@@ -4,7 +4,6 @@ import base64
 import hashlib
 import itertools
 import json
-import re
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -113,14 +112,3 @@ def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> 
     also = f"\n    {len(others) - 1} more processes differ from process 0" if len(others) > 1 else ""
     more = f"\n    and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
     return False, "".join(lines[:MAX_SHOWN]) + more + also
-
-
-def program_facts(text: str, name: str) -> dict[str, str]:
-    """Facts about a program: its hash, and the scalar constants in it, which reveal a differing learning rate or seed.
-
-    >>> list(program_facts("stablehlo.constant dense<1.000000e-01> : tensor<f32>", "the step").items())[0]
-    ('number 1 in the step', '1.000000e-01 (f32)')
-    """
-    constants = re.findall(r"constant dense<([^<>\"]{1,40})> : tensor<(\w+)>", text)
-    numbers = {f"number {index} in {name}": f"{value} ({dtype})" for index, (value, dtype) in enumerate(constants, 1)}
-    return numbers | {f"the program of {name}": hashlib.sha256(text.encode()).hexdigest()[:16]}

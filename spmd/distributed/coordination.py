@@ -7,10 +7,11 @@ The service runs in process 0 and stores short texts by path; all processes see 
 import os
 import sys
 import time
+import types
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed, xla_bridge
+from jax._src import compiler, distributed, xla_bridge
 
 from spmd.distributed.detect_cluster import World
 from spmd.errors import ClusterError
@@ -50,6 +51,23 @@ def process_info() -> tuple[int, int, str]:
     """This process's rank, the number of processes, and the service's address; uses no device."""
     state = distributed.global_state
     return state.process_id, state.num_processes, state.coordinator_address or ""
+
+
+class _Writer:
+    """The state of the service, as the process that writes to the compilation cache sees it."""
+
+    process_id = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(distributed.global_state, name)
+
+
+def write_programs_in_every_process() -> None:
+    """Let every process write to JAX's compilation cache.
+
+    JAX lets only process 0 write. On CPUs the others would never find a program: there its key depends on the process.
+    """
+    compiler.distributed = types.SimpleNamespace(global_state=_Writer())  # type: ignore[attr-defined]
 
 
 def put(path: str, text: str) -> None:

@@ -49,17 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _as_typed(text: str, options: Collection[str]) -> str:
-    """An error in which fixes are options of the command, where they are arguments of these names.
+    """An error in which arguments of these names are options of the command, and which leaves out what only Python can do beside.
 
-    >>> _as_typed('a=0.\\n    fix: such as a=1e12 or batch_size=96, as in "a=1".', ["a", "batch_size"])
-    'a=0.\\n    fix: such as --a 1e12 or --batch-size 96, as in "a=1".'
+    >>> print(_as_typed('a="x".\\n    fix: a= or batch_size=("96", "12"), as in "a=1"; or a few, a=f(1).', ["a", "batch_size"]))
+    --a "x".
+        fix: --a or --batch-size "96" --batch-size "12", as in "a=1".
     """
-    argument = re.compile(rf""""[^"]*"|\b({"|".join(options)})=("[^"]*"|\.\.\.|[\w+-]+(?:\.\w+)*)""")
+    names = "|".join(name for name in options if name != "data")  # which is also an axis of a mesh
+    text = re.sub(rf"[,;] or [^\"\n]*\b(?:{names})=[\w.]+\(.*\)(?=\.$)", "", text, flags=re.MULTILINE)
+    text = re.sub(r"spmd\.simulate_devices\((\d+)\) before .*used", r"XLA_FLAGS=--xla_force_host_platform_device_count=\1", text)
+    argument = re.compile(rf""""[^"\n]*"|\b({names})=(\(".*?"\)|"[^"]*"|'[^']*'|\.\.\.|[\w+-]+(?:\.\w+)*|(?=\s|$))""")
 
     def typed(found: re.Match[str]) -> str:
-        return f"--{found[1].replace('_', '-')} {found[2]}" if found[1] else found[0]
+        flag, value = f"--{(found[1] or '').replace('_', '-')}", found[2] or ""
+        values = re.findall('"[^"]*"', value) if value.startswith("(") else [value]
+        return " ".join(f"{flag} {each}".rstrip() for each in values) if found[1] else found[0]
 
-    return re.sub(r"^ *fix: [^(\n]*$", lambda fix: argument.sub(typed, fix[0]), text, flags=re.MULTILINE)
+    return re.sub(r"^(?!.*\w\().*$", lambda line: argument.sub(typed, line[0]), text, flags=re.MULTILINE)
 
 
 def _line_of(error: SpmdError) -> str:

@@ -7,10 +7,11 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, PretrainedError, Problem, raise_problems
+from spmd.errors import OptionError, PretrainedError, Problem, printable, raise_problems
 from spmd.user_paths import as_path, check_free
 
 LENGTH = 2048  # tokens of a row, where the model has as many positions
@@ -186,7 +187,22 @@ def _check_options(options: argparse.Namespace) -> None:
             continue
         if not math.isfinite(value) or value < 0 or (value == 0 and smallest == "above 0"):
             problems.append(Problem(f"{_flag(name)} {value:g}", [], f"a number {smallest}."))
-    raise_problems(OptionError, "spmd finetune", problems)
+    raise_problems(OptionError, "spmd finetune", [*problems, *_overlaps(options)])
+
+
+def _overlaps(options: argparse.Namespace) -> Iterator[Problem]:
+    """Folders to be written that are in the model's folder, or a file that is read; and a checkpoint in --out."""
+    folder, out = as_path(options.folder, "FOLDER").resolve(), as_path(options.out, "--out").resolve()
+    read = {"--data": options.data, "--eval-data": options.eval_data or [], "--adapters": [options.adapters] if options.adapters else []}
+    files = {Path(text).resolve(): flag for flag, texts in read.items() for text in texts}
+    for flag, text in (("--out", options.out), ("--checkpoint", options.checkpoint)):
+        path = out if text is None else as_path(text, flag).resolve()
+        if folder in (path, *path.parents):
+            yield Problem(f"{flag} {text}", [f"it is in the model's folder, {options.folder}, which stays as it is."], "another folder.")
+        elif path in files:
+            yield Problem(f"{flag} {text}", [f"it is a file of {files[path]}."], "another folder.")
+        elif flag == "--checkpoint" and text is not None and out in (path, *path.parents):
+            yield Problem(f"{flag} {text}", ["it is in --out, which is empty until the model is written."], "another folder.")
 
 
 def _flag(name: str) -> str:
@@ -206,14 +222,19 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     from spmd.data.tokenize import Tokenizer
     from spmd.losses import next_token
     from spmd.mesh import MeshSpec, make_mesh
+    from spmd.pretrained.adapter_config import AdapterConfig
     from spmd.pretrained.adapters import check_only_adapters
     from spmd.pretrained.decoder_config import DecoderConfig
-    from spmd.pretrained.folders import CONFIG, Outline, read_config
+    from spmd.pretrained.folders import ADAPTER_CONFIG, CONFIG, Outline, has_adapters_alone, read_config
     from spmd.pretrained.safetensors_files import open_files
     from spmd.train.model_setup import PlacedModel, TrainConfig, check_numbers
 
     check_numbers(options.precision, options.accumulate, options.seed)
     path = as_path(options.folder, "FOLDER")
+    if has_adapters_alone(path):
+        named = printable(AdapterConfig(read_config(path, ADAPTER_CONFIG)).base_model, 200)
+        fix = f"spmd finetune MODEL, with the model that they are for{named and f', {named}'}; load_adapters in Python trains them on."
+        raise PretrainedError(f"{path} has adapters and no model.", fix=fix)
     mesh = make_mesh(options.mesh if options.mesh is not None else dict(layout.mesh) or None)
     outline = Outline.of(path, mesh=mesh, layout=layout)
     config = read_config(path)

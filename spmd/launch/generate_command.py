@@ -54,7 +54,7 @@ def _generate(options: argparse.Namespace) -> str | int:
     from spmd.data.prompts import Prompts
     from spmd.distributed.initialize import join
     from spmd.pretrained.architectures import find
-    from spmd.pretrained.folders import CONFIG, has_adapters_alone, read_config
+    from spmd.pretrained.folders import has_adapters_alone, read_config
 
     join()
     folder = as_path(options.folder, "FOLDER")
@@ -64,7 +64,7 @@ def _generate(options: argparse.Namespace) -> str | int:
         raise DataError(
             f"{folder} has adapters and no model.", fix=f"spmd generate MODEL --adapters {folder}, with the model they are for."
         )
-    find(read_config(folder), str(folder / CONFIG))
+    find(read_config(folder), folder)
     coder = None if options.tokens else Prompts(folder, options.chat)
     texts = [*(options.prompt or []), *(_text(path) for path in options.prompt_file or [])]
     prompts = [_ids(text) for text in options.tokens] if coder is None else [coder.encode(text) for text in texts]

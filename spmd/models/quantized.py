@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import OptionError, did_you_mean
+from spmd.xla import largest_magnitude
 
 KINDS = ("int8", "nf4")
 # The 16 levels of NF4: quantiles of a normal distribution, of its largest magnitude (Dettmers et al., arXiv:2305.14314, appendix E).
@@ -95,7 +96,7 @@ def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
         raise OptionError(f"quantize: {problem[0]}", fix=problem[1])
     *leading, rows, out = array.shape
     values = array.astype(jnp.float32).reshape(*leading, rows // block, block, out)
-    largest = jnp.abs(values).max(axis=-2, keepdims=True)
+    largest = largest_magnitude(values, -2)
     scales = largest / np.float32(127) if kind == "int8" else largest
     scaled = values / jnp.where(scales > 0, scales, 1)
     if kind == "int8":
@@ -105,8 +106,7 @@ def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
         nearest = functools.reduce(jnp.add, [(scaled > middle).astype(jnp.uint8) for middle in middles])
         pairs = nearest.reshape(*leading, rows // 2, 2, out)
         codes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
-    finite = jnp.isfinite(values).all(axis=-2)  # XLA:CPU loses a NaN in a maximum over a middle dim
-    return Quantized(codes, jnp.where(finite, scales[..., 0, :], jnp.nan), kind, block, array.dtype)
+    return Quantized(codes, jnp.where(jnp.isfinite(scales), scales, jnp.nan)[..., 0, :], kind, block, array.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: Any = None) -> jax.Array:

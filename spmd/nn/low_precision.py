@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.errors import OptionError
+from spmd.xla import largest_magnitude
 
 DTYPES = {  # by `Precision.products`: of the factors forward, and of a gradient in the backward pass; None: as it is
     "bfloat16": (jnp.bfloat16, jnp.bfloat16),
@@ -126,7 +127,7 @@ def _rounded(x: jax.Array, contracted: list[int], dtype: Any) -> tuple[jax.Array
         return x.astype(dtype), None
     largest = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
     values = x.astype(jnp.float32)
-    peak = jnp.abs(values).max(contracted, keepdims=True, initial=0.0)
+    peak = largest_magnitude(values, contracted)
     scale = jnp.where(peak == 0, 1.0, peak / largest)
     scaled = jnp.clip(values / scale, -largest, largest)
     scaled = jnp.round(scaled) if dtype == jnp.int8 else scaled

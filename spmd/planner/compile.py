@@ -25,6 +25,7 @@ from spmd.mesh import MeshSpec
 from spmd.planner import compile_client
 from spmd.planner.cudnn import VERSION, cudnn_of
 from spmd.planner.target import Cluster, Target
+from spmd.program_cache.folder import cache_folder
 from spmd.train.compiled_step import Program
 from spmd.train.compiler_options import check_buffering
 
@@ -36,6 +37,7 @@ COMPILERS = {  # by platform: the compiler's module, its distribution, our extra
 }
 FILES = ("program.hlo", "memory.json", "buffers.txt")
 _HOST = re.sub(r"\W", "_", socket.gethostname())
+PLANS = "plans"  # the folder, in that of caches
 CACHE_SIZE = 64  # compiled programs; the least recently used ones are removed
 
 
@@ -112,7 +114,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         "compiler": (jax.__version__, jaxlib.__version__, importlib.metadata.version(distribution), _flags()),  # part of the cache's key
     }
     blob = pickle.dumps(request)
-    folder = cache_folder() / hashlib.sha256(blob).hexdigest()[:32]
+    folder = cache_folder(PLANS) / hashlib.sha256(blob).hexdigest()[:32]
     files = _cached(folder)
     if files is None:
         try:
@@ -148,12 +150,6 @@ def _cached(folder: Path) -> tuple[str, ...] | None:
     except (OSError, ValueError):
         return None
     return texts if all(texts[:2]) else None
-
-
-def cache_folder() -> Path:
-    """The cache of compiled programs: `$SPMD_CACHE`, or `spmd/plans` in the user's cache folder."""
-    chosen = os.environ.get("SPMD_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / "plans"
 
 
 def _compile(blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]) -> None:

@@ -7,8 +7,7 @@ import collections
 import dataclasses
 import json
 import logging
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ import numpy as np
 from flax import nnx
 
 from spmd.distributed.consistency import raise_everywhere
-from spmd.errors import OptionError, PretrainedError, Problem, closest, join_names, printable, raise_problems, short_repr
+from spmd.errors import OptionError, PretrainedError, Problem, closest, join_names, printable, raise_problems
 from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_paths, adapter_shapes, add_adapters
+from spmd.pretrained.adapter_config import MERGE, AdapterConfig, make_config
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.encoder import Encoder
 from spmd.pretrained.folders import ADAPTER_CONFIG, CLASSIFIER, ORIGIN, Origin, module_of, origin_of, read_config, show_progress
@@ -36,13 +36,6 @@ from spmd.user_paths import as_path
 STEM, PREFIX = "adapter_model", "base_model.model."
 MATRICES = dict(zip(NAMES, ("lora_A.weight", "lora_B.weight"), strict=True))
 BASE = "base_layer.weight"  # PEFT writes the weights of a head that has adapters, too
-WITHOUT_EFFECT = (  # keys for a training, and fan_in_fan_out, which PEFT corrects by the kind of a layer
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("fan_in_fan_out", "megatron_core", "runtime_config"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-)
-INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of init_lora_weights that leave the model's weights as they are
-MERGE = "adapters that peft has merged into the weights, in a folder for spmd.pretrained.load."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,20 +79,21 @@ def load_adapters(
         raise OptionError("load_adapters: the model has adapters already.", fix="spmd.pretrained.load its weights once more.")
     names, display = _map_of(module, name_map), show_progress(progress)
 
-    def read() -> tuple[list[Adapter], dict[str, jax.Array]]:
-        config = _Config(read_config(path, ADAPTER_CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
+    def read() -> tuple[list[Adapter], dict[str, jax.Array], str]:
+        config = AdapterConfig(read_config(path, ADAPTER_CONFIG, "a folder that PEFT or spmd.pretrained.save_adapters wrote."))
         tensors = open_files(path, STEM).tensors
         raise_problems(PretrainedError, f"{path / ADAPTER_CONFIG} asks for what is not supported", config.problems())
         reader = _Reader(module, names, config, tensors)
         raise_problems(PretrainedError, f"the adapters of {path} do not fit the model", reader.problems)
         values, _ = read_arrays(reader.links, reader.targets, display)
         raise_problems(PretrainedError, f"the adapters of {path} are for another model", reader.differences(values))
-        return reader.adapters, values
+        return reader.adapters, values, config.base_model
 
     try:
-        adapters, values = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
+        adapters, values, base_model = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
     finally:
         display.close()
+    _compare_base_model(base_model, module, path)
     add_adapters(module, adapters, nnx.Rngs(0))
     layers = _linears(module)
     for name, value in values.items():
@@ -171,7 +165,7 @@ def save_adapters(
             links.append(_link(tensor, found, matrix))
     where = base_model if base_model is not None or not isinstance(origin, Origin) else str(origin.files.where)
     others = {names[0].removesuffix(".weight") for _, _, names in _mapped(by_name, module)} - {found.name for found in chosen}
-    config = _make_config({found.name: adapters[found.layer] for found in chosen}, others)
+    config = make_config({found.name: adapters[found.layer] for found in chosen}, others)
     config |= {
         "base_model_name_or_path": where,
         "task_type": _task_type(module),
@@ -211,6 +205,14 @@ def check_only_adapters(params: Tree, fix: str) -> None:
     if others:
         counted = f"{len(others)} trained parameter{'s' * (len(others) > 1)} would be lost"
         raise OptionError(f"{counted}, because files of adapters have adapters alone: {join_names(others)}.", fix=fix)
+
+
+def _compare_base_model(named: str, module: nnx.Module, folder: Path) -> None:
+    """Warn where adapters are for a model of another name, as far as its folder says; snapshots lie in models--ORG--NAME."""
+    origin, last = getattr(module, ORIGIN, None), named.rstrip("/").rpartition("/")[2].lower()
+    if isinstance(origin, Origin) and last and not any(f"--{part.lower()}".endswith(f"--{last}") for part in origin.files.where.parts):
+        text = "%s is for the model %s, and its adapters are added to that of %s"
+        logging.getLogger("spmd").warning(text, folder / ADAPTER_CONFIG, printable(named, 200), origin.files.where)
 
 
 def _map_of(module: nnx.Module, name_map: Any) -> NameMap:
@@ -288,120 +290,10 @@ def _once(problems: list[Problem]) -> list[Problem]:
     return [dataclasses.replace(each[0], also=also_text(list(dict.fromkeys(p.where for p in each)))) for each in groups.values()]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Config:
-    """An adapter_config.json."""
-
-    values: Mapping[str, Any]
-
-    def problems(self) -> list[Problem]:
-        """Keys with values that are not supported here, and would change what adapters compute."""
-
-        def number(value: Any) -> bool:
-            return type(value) in (int, float) and 0 < value < float("inf")
-
-        def patterns(value: Any, accepts: Any) -> bool:
-            known = isinstance(value, dict) and all(isinstance(key, str) and re.fullmatch(r"[\w.]+", key) for key in value)
-            return known and all(map(accepts, value.values()))
-
-        def names(value: Any) -> bool:
-            return value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-        def modules(value: Any) -> bool:
-            return names(value) and (not isinstance(value, str) or _is_pattern(value))
-
-        def layers(value: Any) -> bool:
-            return value is None or type(value) is int or (isinstance(value, list) and all(type(layer) is int for layer in value))
-
-        def lists(value: Any) -> bool:
-            return names(value) and all(re.fullmatch(r"[\w.]+", name) for name in _as_list(value))
-
-        accepted = {
-            "target_modules": (modules, "names of modules, or a regular expression"),
-            "exclude_modules": (modules, "names of modules, or a regular expression"),
-            "layers_to_transform": (layers, "numbers of layers"),
-            "layers_pattern": (lists, "names of lists of layers"),
-            "peft_type": (lambda value: value == "LORA", "LORA"),
-            "r": (lambda value: type(value) is int and value > 0, "a whole number from 1"),
-            "lora_alpha": (number, "a number above 0"),
-            "lora_dropout": (lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to 1"),
-            "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
-            "rank_pattern": (
-                lambda value: patterns(value, lambda rank: type(rank) is int and rank > 0),
-                "names of modules and their ranks",
-            ),
-            "alpha_pattern": (lambda value: patterns(value, number), "names of modules and their alphas"),
-            "bias": (lambda value: value == "none", "none"),
-            "init_lora_weights": (lambda value: value in INITIAL, join_names(map(json.dumps, INITIAL))),
-        }
-        if "peft_type" not in self.values:
-            return [Problem("peft_type", ["there is none."], kind="invalid_value")]
-        found = []
-        for key, value in self.values.items():
-            if key == "use_dora" and value:
-                found.append(Problem(key, [f"{short_repr(value)}; DoRA is not supported."], MERGE, kind="invalid_value"))
-            elif key in accepted and not accepted[key][0](value):
-                fix = MERGE if key in ("peft_type", "bias", "init_lora_weights") else ""
-                found.append(Problem(key, [f"{short_repr(value)}; known: {accepted[key][1]}."], fix, kind="invalid_value"))
-            elif key not in (*accepted, *WITHOUT_EFFECT) and value:
-                found.append(Problem(printable(key, 100), [f"{short_repr(value)}; this key is not known."], MERGE, kind="unknown_key"))
-        return found
-
-    def names(self, module: str) -> bool | None:
-        """Whether the keys that choose modules name one, as PEFT matches them; None if they leave the choice to PEFT."""
-        target, layers = self.values.get("target_modules"), self.values.get("layers_to_transform")
-        if target is None or (isinstance(target, str) and target.lower() == "all-linear"):
-            return None
-        if _chooses(self.values.get("exclude_modules"), module) or not _chooses(target, module):
-            return False
-        if layers is None or layers == []:
-            return True
-        lists = [rf"(?:.*?\.)?{name}" for name in _as_list(self.values.get("layers_pattern"))] or [r".*?\.[^.]*"]
-        hit = next(filter(None, (re.match(rf"{before}\.(\d+)\.", module) for before in lists)), None)
-        return hit is not None and int(hit[1]) in _as_list(layers)
-
-    def shown(self) -> str:
-        """The keys that choose modules, and their values."""
-        keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-        return ", ".join(f"{key} {short_repr(self.values[key])}" for key in keys if self.values.get(key) not in (None, []))
-
-    def get(self, key: str, module: str) -> Any:
-        """The rank or alpha of a module: that of the first pattern that is its name or the end of it, or that of all."""
-        default, table = {"r": (8, "rank_pattern"), "lora_alpha": (8, "alpha_pattern")}[key]
-        for name, value in self.values.get(table, {}).items():
-            if module == name or module.endswith(f".{name}"):
-                return value
-        return self.values.get(key, default)
-
-    def adapter(self, layer: str, module: str) -> Adapter:
-        """The adapter of a module, for a layer of the model."""
-        rslora, dropout = self.values.get("use_rslora", False), float(self.values.get("lora_dropout", 0.0))
-        return Adapter(layer, rank=self.get("r", module), alpha=float(self.get("lora_alpha", module)), dropout=dropout, rslora=rslora)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
-
-
-def _chooses(value: Any, module: str) -> bool:
-    """Whether a regular expression is all of a module's name, or one of several names the end of it."""
-    if isinstance(value, str):
-        return re.fullmatch(value, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in value or ())
-
-
 class _Reader:
     """What the tensors of a file are in a model: links, the arrays that they fill, adapters, and problems."""
 
-    def __init__(self, module: nnx.Module, name_map: NameMap, config: _Config, tensors: Mapping[str, Tensor]):
+    def __init__(self, module: nnx.Module, name_map: NameMap, config: AdapterConfig, tensors: Mapping[str, Tensor]):
         self._layers, self._config = _linears(module), config
         self._modules = {found.name: found for found in modules_of(name_map, module)}
         self._found: list[Problem] = []
@@ -416,15 +308,15 @@ class _Reader:
                 by_module[name.removeprefix(PREFIX).removesuffix(f".{BASE}")][BASE] = tensor
             else:
                 known = f"{PREFIX}MODULE.lora_A.weight and .lora_B.weight."
-                self._problem(name, "it is no matrix of an adapter.", f"known: {known}" if name.startswith(PREFIX) else MERGE)
+                self._problem(name, "it is no matrix of an adapter.", fix=f"known: {known}" if name.startswith(PREFIX) else MERGE)
         slots: dict[str, dict[int, Adapter]] = collections.defaultdict(dict)
         for name, parts in by_module.items():
             found = self._modules.get(name)
             if found is None:
                 near = closest(name, self._modules)
-                self._problem(name, "this model has no such nnx.Linear.", f'did you mean "{near}"?' if near else "")
+                self._problem(name, "this model has no such nnx.Linear.", fix=f'did you mean "{near}"?' if near else "")
             elif found.refused:
-                self._problem(name, found.refused, MERGE)
+                self._problem(name, found.refused, fix=MERGE)
             elif self._fits(name, found, parts):
                 slots[found.layer][found.slot or 0] = config.adapter(found.layer, name)
         for layer, adapters in slots.items():
@@ -440,8 +332,8 @@ class _Reader:
         """All of them."""
         return _once(self._found)
 
-    def _problem(self, where: str, why: str, fix: str = "") -> None:
-        self._found.append(Problem(printable(where, 200), [why], fix, path=where))
+    def _problem(self, where: str, *why: str, fix: str = "") -> None:
+        self._found.append(Problem(printable(where, 200), why, fix, path=where))
 
     def _fits(self, name: str, module: FileModule, parts: dict[str, Tensor]) -> bool:
         """Link the tensors of a module, if they are what its config says."""
@@ -458,9 +350,9 @@ class _Reader:
         wrong += [f"{suffix} is no matrix of an adapter." for suffix in parts if suffix not in shapes]
         wrong += [f"{suffix} is {part.dtype}." for suffix, part in parts.items() if not jnp.issubdtype(part.dtype, jnp.floating)]
         wrong += [f"rank {rank} is above min(in, out) = {min(inputs, outputs)}."] if rank > min(inputs, outputs) else []
-        for why in wrong:
-            self._problem(name, why)
-        if not wrong:
+        if wrong:
+            self._problem(name, *wrong)
+        else:
             self.links += [_link(parts[suffix], module, matrix) for matrix, suffix in MATRICES.items()]
             self.targets |= {f"{module.layer}/{m}": each for m, each in zip(NAMES, adapter_shapes(kernel, rank), strict=True)}
             if BASE in parts:
@@ -472,12 +364,12 @@ class _Reader:
         """All layers of a stack have an adapter, and of one kind."""
         names = {module.slot or 0: name for name, module in self._modules.items() if module.layer == layer}
         if missing := [name for slot, name in sorted(names.items()) if slot not in adapters and name not in in_file]:
-            self._problem(missing[0], f"it has no adapter, which other layers of {layer} have, and all are in one stack.", MERGE)
+            self._problem(missing[0], f"it has no adapter, which other layers of {layer} have, and all are in one stack.", fix=MERGE)
         first = min(adapters)
         for slot, adapter in sorted(adapters.items()):
             if adapter != adapters[first]:
                 ours, theirs = (f"rank {each.rank}, alpha {each.alpha:g}" for each in (adapter, adapters[first]))
-                self._problem(names[slot], f"{ours}; {names[first]} has {theirs}, and both are in one stack.", MERGE)
+                self._problem(names[slot], f"{ours}; {names[first]} has {theirs}, and both are in one stack.", fix=MERGE)
 
     def _check_choice(self, in_file: Collection[str]) -> None:
         """The config chooses the modules that have tensors, and no others of the model."""
@@ -485,9 +377,9 @@ class _Reader:
         for name in self._modules:
             named = self._config.names(name)
             if named is False and name in in_file:
-                self._problem(name, f"it has tensors, and {ADAPTER_CONFIG} does not choose it: {self._config.shown()}.", fix)
+                self._problem(name, f"it has tensors, and {ADAPTER_CONFIG} does not choose it: {self._config.shown()}.", fix=fix)
             elif named and name not in in_file:
-                self._problem(name, f"it has no tensors, and {ADAPTER_CONFIG} chooses it: {self._config.shown()}.", fix)
+                self._problem(name, f"it has no tensors, and {ADAPTER_CONFIG} chooses it: {self._config.shown()}.", fix=fix)
 
     def differences(self, values: dict[str, jax.Array]) -> list[Problem]:
         """Kernels that the file has as well, and that are not those of the model; they are taken out of `values`."""
@@ -495,48 +387,3 @@ class _Reader:
         layers = {path: self._layers[path.rpartition("/")[0]] for path in kernels}
         different = [path for path, kernel in kernels.items() if not jnp.array_equal(kernel, layers[path].kernel.get_value())]
         return [Problem(path, [f"{BASE} of the file is not this kernel."], "the model that they were trained for.") for path in different]
-
-
-def _make_config(adapters: Mapping[str, Adapter], others: Collection[str]) -> dict[str, Any]:
-    """What PEFT must know of the adapters of these modules, and of the model's other modules, which have none."""
-    rslora = all(adapter.rslora for adapter in adapters.values())
-
-    def alpha(adapter: Adapter) -> float:
-        value = adapter.alpha if adapter.rslora == rslora else adapter.scale * adapter.rank
-        return int(value) if value == int(value) else value
-
-    def common(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The value of most modules, and a table of the others'."""
-        most = collections.Counter(values.values()).most_common(1)[0][0]
-        table = {}
-        for value in dict.fromkeys(values.values()):
-            chosen = [name for name in values if values[name] == value]
-            table |= dict.fromkeys(_ends(chosen, values.keys() - set(chosen)), value) if value != most else {}
-        return most, table
-
-    rank, ranks = common({name: adapter.rank for name, adapter in adapters.items()})
-    dropout, dropouts = common({name: adapter.dropout for name, adapter in adapters.items()})
-    if dropouts:
-        shown = ", ".join(f"{end} {value}" for end, value in dropouts.items())
-        logging.getLogger("spmd").warning("%s holds one dropout, %s: that of %s is lost.", ADAPTER_CONFIG, dropout, shown)
-    most_alpha, alphas = common({name: alpha(adapter) for name, adapter in adapters.items()})
-    return {
-        **{"peft_type": "LORA", "bias": "none", "inference_mode": True},
-        **{"r": rank, "rank_pattern": ranks, "lora_alpha": most_alpha, "alpha_pattern": alphas, "use_rslora": rslora},
-        **{"lora_dropout": dropout, "target_modules": _ends(adapters, others)},
-    }
-
-
-def _ends(chosen: Iterable[str], others: Collection[str]) -> list[str]:
-    """Ends of names, from a dot on, that the chosen ones have and the others do not, and that neither begin nor end with a number.
-
-    >>> _ends(["h.0.attn.proj", "h.1.attn.proj", "h.0.fc"], ["h.0.mlp.proj", "h.1.fc"])
-    ['attn.proj', 'h.0.fc']
-    """
-    ends: dict[str, None] = {}
-    for name in sorted(chosen):
-        parts = name.split(".")
-        begins = range(len(parts) - 1, 0, -1) if not parts[-1].isdigit() else ()
-        shorter = (".".join(parts[at:]) for at in begins if not parts[at].isdigit())
-        ends[next((end for end in shorter if not any(f".{other}".endswith(f".{end}") for other in others)), name)] = None
-    return sorted(ends)

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,15 +12,18 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from spmd.errors import OptionError, PretrainedError, did_you_mean, join_names, short_repr
+from spmd.pretrained.config_keys import check_sizes
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.decoder_config import DecoderConfig
 from spmd.pretrained.encoder import Encoder, EncoderConfig
 from spmd.pretrained.name_map import IgnoredRule, NameMap
+from spmd.pretrained.safetensors_files import open_files
 
+CONFIG, PUBLISHED = "config.json", "the config.json that was published with these weights."
 MAPS = Path(__file__).parent / "maps"
 HEADS = {"bert.pooler.": ("features", "classes"), "cls.predictions.": ("masked_tokens",), "classifier.": ("classes",)}  # and their tasks
 CLASSIFIER = "BertForSequenceClassification"
-OWN = "A model of your own: model= and name_map=."
+OWN = "A model of your own: spmd.pretrained.load(model=..., name_map=...)."
 
 
 @functools.cache
@@ -46,12 +51,15 @@ class Architecture(NamedTuple):
     notes: tuple[str, ...]
 
 
-def find(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
+def find(config: Mapping[str, Any], folder: Path | None = None) -> Architecture:
     """The model of a config.json, and the name map of its files.
 
+    Args:
+      folder: where the config is. Its sizes are compared with the headers of the files there, before a model is made of them.
+
     Raises:
-      PretrainedError: the config has no `model_type`, or one that this version does not know; the files are of another task's model; or
-        the model cannot honour a key.
+      PretrainedError: the config has no `model_type`, or one that this version does not know; `architectures` are not of it, or of
+        another task; sizes that are more than the files hold; or the model cannot honour a key.
 
     Example:
       >>> sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -59,17 +67,22 @@ def find(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
       >>> factory().config.head_dim, "mistral" in name_map.model_types
       (4, True)
     """
-    kind, classes = config.get("model_type"), config.get("architectures") or []
+    where, kind, classes = str((folder or Path()) / CONFIG), config.get("model_type"), config.get("architectures") or []
     if not isinstance(kind, str):
-        raise PretrainedError(f"{where} has no model_type.", fix="model= and name_map=, for a model of your own.")
+        raise PretrainedError(f"{where} has no model_type.", fix=OWN)
     if kind not in shipped():
         named = f" (architectures: {', '.join(map(str, classes))})" if isinstance(classes, list) and classes else ""
         fix = f"{did_you_mean(kind, shipped())} {OWN}"
         raise PretrainedError(f'{where}: unknown model_type "{kind}"{named}; known: {", ".join(shipped())}.', fix=fix)
     name_map = shipped()[kind]
-    if not isinstance(classes, list) or not all(name in name_map.architectures for name in classes):
-        known = ", ".join(name_map.architectures)
-        raise PretrainedError(f"{where}: architectures = {short_repr(classes)}, which is none of {known}.", fix=OWN)
+    known = [name for name in name_map.architectures if re.split("For|Model|LMHead", name)[0].lower() == kind.removesuffix("_text")]
+    if not isinstance(classes, list) or not all(name in known for name in classes):
+        why = f'{where}: architectures = {short_repr(classes)}; those of model_type = "{kind}" are {", ".join(known)}.'
+        every = [name for each in shipped().values() for name in each.architectures]
+        contradicts = isinstance(classes, list) and all(name in every for name in classes)
+        raise PretrainedError(why, fix=PUBLISHED if contradicts else OWN)
+    if folder is not None:
+        check_sizes(config, [math.prod(tensor.shape) for tensor in open_files(folder).tensors.values()], where, PUBLISHED)
     if kind == "bert":
         encoder = EncoderConfig.from_config(config, where)
         return Architecture(functools.partial(_build, Encoder, encoder), for_task(name_map, encoder.task), encoder.notes)

@@ -1,10 +1,10 @@
 """Reads a config.json: each key is read, or is known to change nothing (`IRRELEVANT`), or is an error."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spmd.errors import PretrainedError, short_repr
+from spmd.errors import PretrainedError, Problem, raise_problems, short_repr
 
 ACTIVATIONS = {
     **{"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu"},
@@ -37,6 +37,11 @@ UNSET: dict[str, tuple[Any, ...]] = {
     "tie_last_hidden_states": (True,),
     "partial_rotary_factor": (1, 1.0),
 }
+MOST_LAYERS = 10_000
+DEPTHS, WIDTHS = ("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd")
+DIMS = (  # of which there is a matrix of this size and the width
+    *("vocab_size", "intermediate_size", "n_inner", "num_attention_heads", "n_head", "head_dim", "n_positions", "type_vocab_size"),
+)
 DROPOUTS = (
     *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
@@ -46,6 +51,25 @@ DROPOUTS = (
 def is_count(value: Any) -> bool:
     """Whether it is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def check_sizes(config: Mapping[str, Any], sizes: Sequence[int], where: str = "config.json", fix: str = "") -> None:
+    """Refuse sizes that tensors with so many values cannot have: a layer is one tensor or more, and a vocabulary times the width is one.
+
+    Raises:
+      PretrainedError: all such keys.
+
+    >>> check_sizes({"num_hidden_layers": 2, "hidden_size": 4, "vocab_size": 5}, [16, 4])
+    """
+    total, counts = sum(sizes), {key: value for key, value in config.items() if is_count(value)}
+    width = next((counts[key] for key in WIDTHS if key in counts), 1)
+    dims = (*DIMS, "max_position_embeddings") if config.get("model_type") == "bert" else DIMS
+    why = {key: f"there are {len(sizes):,} tensors." for key in DEPTHS if counts.get(key, 0) > len(sizes)}
+    why |= {key: f"all tensors have {total:,} values." for key in WIDTHS if counts.get(key, 0) > total}
+    too_large = [key for key in dims if counts.get(key, 0) * width > total >= width]
+    why |= {key: f"with a width of {width:,} that is {counts[key] * width:,}; all tensors have {total:,} values." for key in too_large}
+    problems = [Problem(f"{key} = {counts[key]:,}", [reason], fix, path=key) for key, reason in why.items()]
+    raise_problems(PretrainedError, f"{where} asks for more than the safetensors files beside it hold", problems)
 
 
 def is_number(value: Any) -> bool:
@@ -89,9 +113,11 @@ class ConfigKeys:
             return 1 if default is ... else default
         return value
 
-    def count(self, key: str, default: Any = ...) -> Any:
-        """A whole number from 1."""
-        return self.get(key, default, is_count, "a whole number from 1")
+    def count(self, key: str, default: Any = ..., most: int = 2**31 - 1) -> Any:
+        """A whole number from 1 to `most`."""
+        large = is_count(self.config.get(key))
+        wanted = f"a whole number from 1{f' to {most:,}' if large else ''}"
+        return self.get(key, default, lambda value: is_count(value) and value <= most, wanted)
 
     def number(self, key: str, default: Any = ...) -> Any:
         """A number above 0."""

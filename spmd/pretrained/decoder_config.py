@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import PretrainedError, did_you_mean, short_repr
-from spmd.pretrained.config_keys import ConfigKeys, is_count, is_number
+from spmd.pretrained.config_keys import MOST_LAYERS, ConfigKeys, is_count, is_number
 from spmd.pretrained.rope import KINDS, Rope
 
 
@@ -148,7 +148,7 @@ FAMILIES: dict[str, Family] = {
 
 def _modern(keys: ConfigKeys, family: Family) -> dict[str, Any]:
     """The fields of a family with rotary positions and gated MLPs."""
-    width, heads, depth = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
+    width, heads, depth = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers", most=MOST_LAYERS)
     null_is_heads = "num_key_value_heads" in keys.config or family.kv_heads is None
     kv_heads = keys.count("num_key_value_heads", heads if null_is_heads else family.kv_heads)
     head_dim = keys.count("head_dim", family.head_dim or max(width // heads, 1))
@@ -280,7 +280,7 @@ def _gpt2(keys: ConfigKeys) -> dict[str, Any]:
     return {
         **{"vocab": keys.count("vocab_size", 50257), "width": width, "heads": heads, "kv_heads": heads},
         **{"head_dim": max(width // heads, 1), "mlp_width": keys.count("n_inner", 4 * width)},
-        **{"layers": (LayerKind(),) * keys.count("n_layer"), "learned_positions": positions},
+        **{"layers": (LayerKind(),) * keys.count("n_layer", most=MOST_LAYERS), "learned_positions": positions},
         **{"activation": keys.activation("activation_function", "gelu_new"), "gated": False},
         **{"norm": "layer", "norm_eps": keys.number("layer_norm_epsilon", 1e-5)},
         **{"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": keys.flag("tie_word_embeddings", True)},

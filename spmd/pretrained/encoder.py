@@ -18,7 +18,7 @@ from spmd.nn.attention import attention
 from spmd.nn.embed import Embed
 from spmd.nn.layer_stack import LayerStack
 from spmd.nn.stacking import repeat
-from spmd.pretrained.config_keys import ConfigKeys, is_count
+from spmd.pretrained.config_keys import MOST_LAYERS, ConfigKeys, is_count
 from spmd.pretrained.decoder import ACTIVATIONS, Norm, linear, named
 
 TASKS = {"BertModel": "features", "BertForMaskedLM": "masked_tokens", "BertForSequenceClassification": "classes"}
@@ -96,7 +96,7 @@ class EncoderConfig:
             keys.wrong("tie_word_embeddings", "the head of the encoder is the table of its embedding")
         fields: dict[str, Any] = {
             **{"vocab": keys.count("vocab_size", 30522), "width": width, "heads": heads, "task": task},
-            **{"mlp_width": keys.count("intermediate_size", 3072), "depth": keys.count("num_hidden_layers", 12)},
+            **{"mlp_width": keys.count("intermediate_size", 3072), "depth": keys.count("num_hidden_layers", 12, MOST_LAYERS)},
             **{"positions": keys.count("max_position_embeddings", 512), "token_types": keys.count("type_vocab_size", 2)},
             **{"activation": keys.activation("hidden_act", "gelu"), "norm_eps": keys.number("layer_norm_eps", 1e-12)},
             "classes": _classes(keys),

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from spmd.distributed.consistency import raise_everywhere
-from spmd.errors import ModelError, OptionError, PretrainedError, did_you_mean, join_names, short_repr, type_name
+from spmd.errors import ModelError, OptionError, PretrainedError, SpmdError, did_you_mean, join_names, short_repr, type_name
 from spmd.layout.check import fit_layout
 from spmd.layout.schema import Layout
 from spmd.layout.unused_axes import unused_axes, without_axes
@@ -23,7 +23,7 @@ from spmd.models.base import Variables, trace_abstractly
 from spmd.models.flax_nnx import NOTES, NnxModel, hand_over
 from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
-from spmd.pretrained.architectures import Architecture, find, with_labels
+from spmd.pretrained.architectures import CONFIG, OWN, Architecture, find, with_labels
 from spmd.pretrained.links import Link
 from spmd.pretrained.match_tensors import match_tensors
 from spmd.pretrained.name_map import NameMap, compiled
@@ -35,7 +35,7 @@ from spmd.specs import pspec
 from spmd.tree import Tree, flatten, map_paths, parse_bytes
 from spmd.user_paths import as_path
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 ORIGIN = "pretrained_origin"  # the attribute of a module that says where its weights are from; it stays with `result.model`
 AS_FILE = "file"
 CLASSIFIER = {"classifier.weight": "classifier/kernel", "classifier.bias": "classifier/bias"}  # tensors and arrays of a new one
@@ -62,7 +62,7 @@ class Origin:
         return f"Origin({str(self.files.where)!r}, {len(self.files.tensors)} tensors)"
 
 
-def read_config(folder: Path, name: str = CONFIG, fix: str = "model= and name_map=, for a folder without one.") -> dict[str, Any]:
+def read_config(folder: Path, name: str = CONFIG, fix: str = OWN) -> dict[str, Any]:
     """The config.json of a folder, or another JSON object.
 
     Raises:
@@ -194,7 +194,8 @@ def load(
     """
     path = as_path(folder, "folder")
     display = show_progress(progress)
-    outline = Outline.of(path, model=model, name_map=name_map, mesh=mesh, layout=layout, labels=labels)
+    options = {"model": model, "name_map": name_map, "mesh": mesh, "layout": layout, "labels": labels}
+    outline = raise_everywhere(lambda: Outline.of(path, **options), SpmdError, f"{path} cannot be read")
     built, abstract = outline.model, outline.abstract
 
     def read() -> tuple[dict[str, jax.Array], dict[str, jax.ShapeDtypeStruct], Origin]:
@@ -252,7 +253,7 @@ def _choose(path: Path, model: Any, name_map: Any, config: Any = None) -> Archit
         return Architecture(model, chosen, ())
     if not path.is_dir():
         raise PretrainedError(f"there is no folder {path}.", fix="check the path; a model's name must be downloaded to a folder first.")
-    found = find(config or read_config(path), str(path / CONFIG))
+    found = find(config or read_config(path), path)
     found = found if model is None else found._replace(factory=model, notes=())
     return found if chosen is None else found._replace(name_map=chosen)
 
@@ -421,7 +422,7 @@ def origin_of(module: nnx.Module, like: Any = None, name_map: Any = None) -> Ori
     if name_map is not None:
         chosen = NameMap.load(name_map)
     else:
-        chosen = origin.name_map if isinstance(origin, Origin) else find(read_config(path), str(path / CONFIG)).name_map
+        chosen = origin.name_map if isinstance(origin, Origin) else find(read_config(path), path).name_map
     return Origin(open_files(path), chosen)
 
 

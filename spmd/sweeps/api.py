@@ -13,12 +13,15 @@ from jax.sharding import Mesh
 
 from spmd.data.device_dataset import replicate_arrays
 from spmd.data.sources import ArraySource, as_source, is_arrays
-from spmd.distributed.consistency import check_consistency, program_facts
+from spmd.distributed.consistency import check_consistency
 from spmd.distributed.initialize import join, was_restarted
+from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
 from spmd.errors import DataError, MeshError, OptionError, SpmdError, check_integer, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
+from spmd.program_cache.activate import use_folder
+from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import check_length
@@ -33,6 +36,7 @@ from spmd.sweeps.train_chunk import Piece, calls
 from spmd.sweeps.vmapped_trials import DATA, NET, VmappedTrials
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import TrainConfig
+from spmd.train.program_facts import text_facts
 from spmd.train.state import checksums
 
 
@@ -65,6 +69,7 @@ def sweep(
     exact: bool = True,
     check_memory: bool = True,
     progress: bool | str = "auto",
+    compile_cache: str | Path | bool | None = None,
 ) -> Sweep:
     """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
 
@@ -97,6 +102,7 @@ def sweep(
         with convolutions always run one after the other.
       check_memory: ask the compiler, before anything is allocated, whether the trials in one program fit the devices; raise if not. CPUs
         do not report their memory.
+      compile_cache: as in `fit`.
 
     Returns:
       A `Sweep`: the table, and the best trials as results.
@@ -157,6 +163,7 @@ def sweep(
         options = {"score": f"{score} {mode}", "steps_per_call": steps_per_call, "every": every, "folder": folder, "resume": resume}
         _check_trials_agree(all_trials, {**about, "trials": len(all_trials), **options})
         display = display if is_writer() else NoProgress()
+        use_folder(agree_on_folder(choose_folder(compile_cache, folder)))
         resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
         sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
         for trial in all_trials:
@@ -219,7 +226,7 @@ def _check_programs_agree(packed: VmappedTrials, trial: Trial, call: Piece) -> N
     """Compare a trial's initial values, and the program of its steps."""
     if jax.process_count() > 1:
         text = packed.lowered(packed.mesh.shape[NET], call.count, call.rows, shared=True).as_text()
-        check_consistency(checksums(packed.init(trial).variables) | program_facts(text, f"the steps of trial {trial.number}"))
+        check_consistency(checksums(packed.init(trial).variables) | text_facts(text, f"the steps of trial {trial.number}"))
 
 
 def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> VmappedTrials:

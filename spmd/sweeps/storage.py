@@ -17,6 +17,7 @@ import numpy as np
 from spmd import checksummed_files
 from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import CheckpointError, Problem, raise_problems
+from spmd.program_cache.folder import PROGRAMS
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.owner import OWNER_FILE, FolderOwnership
 from spmd.sweeps.train_chunk import Chunk
@@ -85,7 +86,7 @@ class SweepStore:
         file = folder / ABOUT
         with wrap_os_errors(file, CheckpointError):
             if not file.exists():
-                if any(not path.name.startswith(".") and path.name != OWNER_FILE for path in folder.iterdir()):
+                if any(not path.name.startswith(".") and path.name not in (OWNER_FILE, PROGRAMS) for path in folder.iterdir()):
                     raise CheckpointError(f"{folder} is not empty, and holds no sweep.", fix="another folder.")
                 checksummed_files.write(file, _json(dict(about)))
                 return

@@ -24,6 +24,7 @@ from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.nn.written_attention import fuse_attention
+from spmd.program_cache.records import watch
 from spmd.specs import Spec, pspec
 from spmd.sync.layer_gather import LayerReplicate, block_trace, choose_layerwise
 from spmd.sync.parameter_sync import gather_outside
@@ -43,6 +44,7 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
+from spmd.train.program_facts import facts_of_program, text_facts
 from spmd.train.remat import check_remat
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
@@ -53,6 +55,13 @@ from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read
 from spmd.wire.server.events import Events
+
+PROGRAMS = {  # what users call them, and what JAX does
+    "step": ("the step", "jit_train_step"),
+    "scan_steps": ("the steps of a call", "jit_scan_steps"),
+    "evaluate": ("the evaluation", "jit__evaluate"),
+    "predict": ("the prediction", "jit__predict"),
+}
 
 
 class Program:
@@ -103,7 +112,9 @@ class Program:
         layerwise = bool(self.sync.layerwise)
         options = placed.resolved.layout.compiler
         self.compiler_options = xla_options(options, placed.platform, devices=placed.mesh.size, layerwise=layerwise)  # by XLA's names
+        self.say: Callable[[str], None] = lambda line: None  # gets a line on each large program that is loaded instead of compiled
         self._compiled: dict[tuple, Callable] = {}
+        self._ready: set[tuple] = set()  # those that were compiled or loaded
         self._traced_inputs: set[Any] = set()  # signatures of inputs that the model was traced on
 
     @property
@@ -264,7 +275,28 @@ class Program:
         self._traced_inputs.add(kind)
 
     def _run(self, key: tuple, *arguments: Any) -> Any:
-        return self._retried(lambda: self._function(key)(*arguments))
+        if key in self._ready:
+            return self._function(key)(*arguments)
+        return self._watched(key, arguments, lambda: self._function(key)(*arguments))
+
+    def _watched(self, key: tuple, arguments: tuple, compile_it: Callable[[], Any]) -> Any:
+        """`compile_it()`, which compiles a program for these arguments, or loads it from the compilation cache."""
+        short = key[0] in ("step", "scan_steps") and key[1:] != (self.rows, True)
+        name, module = PROGRAMS[key[0]]
+        name = f"{name} on a short batch" if short else name
+        batch = {"resident": arguments[1], "rows": arguments[2]} if key[0] == "scan_steps" else arguments[1]
+        with watch(
+            name,
+            module,
+            lambda: facts_of_program(self.placed, batch, self.compiler_options),
+            lambda: text_facts(self._function(key).lower(*arguments).as_text(), name),  # type: ignore[attr-defined]
+            records=jax.process_index() == 0,
+        ) as watched:
+            result = self._retried(compile_it)
+        self._ready.add(key)
+        if watched.line:
+            self.say(watched.line)
+        return result
 
     def _retried(self, compile_it: Callable[[], Any]) -> Any:
         """`compile_it()`; once more with other options, if XLA fails as `without_buffering` says. No argument is donated before."""
@@ -274,6 +306,7 @@ class Program:
             layout = self.placed.resolved.layout
             self.compiler_options = without_buffering(error, self.compiler_options, layout.compiler, layout.source)
             self._compiled.clear()
+            self._ready.clear()
         return compile_it()
 
     def _function(self, key: tuple) -> Callable:
@@ -357,7 +390,7 @@ class Program:
 
     def compile(self) -> Any:
         """A step on a full batch, compiled; on several devices, or one that is not a CPU, `step` then runs this program."""
-        return self._retried(lambda: self._traced.lower().compile())
+        return self._watched(("step", self.rows, True), self.arguments, lambda: self._traced.lower().compile())
 
     def text(self) -> str:
         """A step on a full batch as StableHLO; `step` then compiles this lowering."""

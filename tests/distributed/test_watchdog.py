@@ -6,11 +6,12 @@ import math
 import pytest
 
 from spmd.distributed import coordination, watchdog
-from spmd.distributed.consistency import check_consistency, program_facts
+from spmd.distributed.consistency import check_consistency
 from spmd.distributed.initialize import join
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.distributed.watchdog import ClusterWatchdog, Watchdog
 from spmd.errors import ClusterError, OptionError
+from spmd.train.program_facts import text_facts
 
 
 def test_timeouts_are_parsed():
@@ -126,13 +127,13 @@ def test_exit_code(error, code):
     assert watchdog.exit_code(error) == code
 
 
-def test_program_facts_list_constants():
+def test_text_facts_list_constants():
     text = (
         "%cst = stablehlo.constant dense<-1.000000e-01> : tensor<f32>\n"
         "%c = stablehlo.constant dense<[0, 1]> : tensor<2xui32>\n"
         '%x = stablehlo.constant dense<"0x00FF"> : tensor<4xf32>\n'
     )
-    facts = program_facts(text, "the step")
+    facts = text_facts(text, "the step")
     assert facts.pop("the program of the step") and facts == {
         "number 1 in the step": "-1.000000e-01 (f32)",
         "number 2 in the step": "[0, 1] (2xui32)",

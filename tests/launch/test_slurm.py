@@ -318,7 +318,7 @@ def test_bad_job_options_are_refused(options, message):
         ),
         (
             ["--slurm", "--output", "logs/%j", __file__],
-            "output='logs/%j': there is no folder logs, and SLURM does not create it.\n    fix: mkdir -p logs",
+            "--output 'logs/%j': there is no folder logs, and SLURM does not create it.\n    fix: mkdir -p logs",
         ),
         (["--slurm", "--processes", "2", __file__], "--processes has no effect with --slurm.\n    fix: --nodes; also --processes-per-node"),
         (["--slurm", "--processes", "0", __file__], "--processes has no effect with --slurm."),

@@ -104,6 +104,18 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(products):
     assert empty.shape == (0, 5)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("contracted", [0, 1])
+@pytest.mark.parametrize("products", LARGEST)
+def test_a_value_that_is_not_finite_reaches_all_of_its_products(products, contracted, value):
+    """Of factors so large that XLA:CPU computes a maximum in which a NaN is lost."""
+    x, w = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
+    dims, expected = (((contracted,), (1 - contracted,)), ((), ())), np.zeros((128, 128), bool)
+    x[(5, 70) if contracted else (70, 5)] = w[(99, 3) if contracted else (3, 99)] = value
+    expected[5], expected[:, 3] = True, True
+    np.testing.assert_array_equal(np.isnan(jax.jit(low_precision_product(products), static_argnums=2)(x, w, dims)), expected)
+
+
 def test_result_has_the_dtype_of_a_plain_product():
     x, w, dims = factors("a layer")
     run = low_precision_product("float8")

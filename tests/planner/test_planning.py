@@ -203,7 +203,7 @@ def test_report_begins_with_missing_compiler(monkeypatch):
 @pytest.fixture
 def new(tmp_path, monkeypatch):
     """Plans that no cache has."""
-    monkeypatch.setenv("SPMD_CACHE", str(tmp_path / "plans"))
+    monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
     return lambda target="2xcpu", **options: make_plan(**{"target": target, "mesh": "data=-1,model=2"} | options)
 
 
@@ -503,12 +503,12 @@ def test_what_runs_on_the_host_cannot_be_planned():
 def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
     before = make_plan().memory
-    (folder,) = tmp_path.iterdir()
+    (folder,) = (tmp_path / "plans").iterdir()
     if damage == "folder":
         (folder / "memory.json").unlink()
     else:
         (folder / damage).write_text("")
-    assert make_plan().memory == before and [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert make_plan().memory == before and [path.name for path in (tmp_path / "plans").iterdir()] == [folder.name]
 
 
 @pytest.mark.system
@@ -557,7 +557,7 @@ def test_plans_share_a_process_that_serves_them(new, monkeypatch):
     new("16xcpu")
     second = compile_client._server.process
     assert second is not first and first.returncode is not None, "reaped"
-    shutil.rmtree(compile.cache_folder())
+    shutil.rmtree(compile.cache_folder("plans"))
     again = new("4xcpu")
     assert compile_client._server.process is second and again.memory == before.memory and str(again.traffic) == str(before.traffic)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -715,7 +715,7 @@ def test_a_script_that_prints_moves_and_catches_everything(script, capsys):
     code, out, err = run(capsys, "plan", "loud.py", "--target", "8xcpu", "--json")
     assert (code, json.loads(out)["rows"], os.getcwd()) == (0, 32, here) and err.startswith("hello")
     code, _, err = run(capsys, "plan", "loud.py", "--target", "8xcpu", "--batch-size", "0")
-    assert code == 2 and "batch_size" in err
+    assert code == 2 and "--batch-size 0: a whole number from 1." in err
 
 
 def test_page_is_self_contained_and_escaped(tmp_path):

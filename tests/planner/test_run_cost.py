@@ -141,7 +141,7 @@ def test_the_command_prints_the_cost(planned, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (["--price", "-2"], "price=-2.0: not a positive number.\n    fix: such as --tokens 1e12, --price 2.5."),
+        (["--price", "-2"], "--price -2.0: not a positive number.\n    fix: such as --tokens 1e12, --price 2.5."),
         (["--price", "2"], "one of tokens, rows and steps says how long the run is, and none is given."),
         (["--tokens", "1e9", "--rows", "5"], "tokens and rows are given"),
         (["--tokens", "1e9", "--explain", "w"], "the cost of a run is printed after the report, which --explain replaces."),

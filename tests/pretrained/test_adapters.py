@@ -6,6 +6,7 @@ What `peft` computes is in fixtures/adapters/*/expected.npz, with the script tha
 import dataclasses
 import functools
 import json
+import re
 import shutil
 
 import jax
@@ -24,6 +25,7 @@ from spmd.layout.trained import Adapter, Train
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.pretrained.adapters import load_adapters, modules_of, save_adapters
 from spmd.pretrained.folders import load, save
+from spmd.pretrained.safe_regex import SafeRegex
 from spmd.pretrained.safetensors_files import open_files, write_file
 from spmd.tree import flatten
 
@@ -263,7 +265,7 @@ CONFIGS = {
         **{"rank_pattern": {"^(a|b)+$": 2}, "alpha_pattern": {"o_proj": -1}},
     },
     "another_rank": {"r": 5},
-    "wrong_choices": {"target_modules": "(q_proj", "exclude_modules": 3, "layers_to_transform": ["0"], "layers_pattern": "(h"},
+    "wrong_choices": {"target_modules": "(q_proj", "exclude_modules": r"(q)\1", "layers_to_transform": ["0"], "layers_pattern": "(h"},
     "modules_that_are_not_named": {"target_modules": ["q_proj", "k_proj", "proj"]},
     "modules_that_no_pattern_names": {"target_modules": r".*\.(q|k|v|down)_proj"},
     "excluded_modules": {"exclude_modules": ["v_proj"]},
@@ -286,6 +288,34 @@ def test_config_names_the_modules_with_tensors(config, tmp_path):
     """As a list of ends of names or a regular expression; with the numbers of layers, or all but those excluded."""
     again = load_adapters(load(FIXTURES / "llama"), copy_of("llama", tmp_path, **config))
     assert adapter_paths(again) == adapter_paths(with_adapters("llama"))
+
+
+@pytest.mark.parametrize(
+    ("named", "warns"), [("meta/Llama", False), ("/models/llama/", False), (None, False), ("mistral", True), ("org/code-llama", True)]
+)
+def test_adapters_of_a_model_of_another_name(named, warns, tmp_path, caplog):
+    load_adapters(load(FIXTURES / "llama"), copy_of("llama", tmp_path, base_model_name_or_path=named))
+    assert (f"adapter_config.json is for the model {named}, and its adapters are added to that of {FIXTURES}" in caplog.text) == warns
+
+
+ENDLESS = ("(.+)+x", "(.|.)" * 40 + "x", "((((.*)*)*)*)*x", ".*" * 30 + "x", "(?:(.?){60}){1000000}x")  # for `re`
+
+
+@pytest.mark.parametrize(
+    "regex", [*ENDLESS, r".*\.(q|v)_proj", r"^(model|h)\.\d+\.[^.]+?$", r"(?:\bh\b|(a|)b*)+\.{2,}[]\d.]?", ".{3}|.{5,}", ""]
+)
+def test_regex_is_matched_without_backtracking(regex):
+    names = ["h.0.q_proj", "model.12.up", "h..0", "h.bab..", "abc", "abcd", "", "model.layers.0.self_attn.q_proj"]
+    found = [SafeRegex(regex).fullmatch(name) for name in names]
+    assert found == ([False] * 8 if regex in ENDLESS else [re.fullmatch(regex, name) is not None for name in names])
+
+
+@pytest.mark.parametrize(
+    "regex", [r"(q)\1", "(?=q)q", "(?i)q", "q**", "(q", "q)", "[q", "*q", "q{", "(?P<n>q)", "(" * 900, "q" * 1001, "\\"]
+)
+def test_regex_that_is_refused(regex):
+    with pytest.raises(ValueError):
+        SafeRegex(regex)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

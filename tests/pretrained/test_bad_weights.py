@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import struct
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,8 @@ from spmd.errors import SpmdError
 from spmd.pretrained import read_weights, safetensors_files
 from spmd.pretrained.name_map import NameMap
 from spmd.pretrained.safetensors_files import MOST_HEADER, open_files, write_file
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def text_of(function, tmp_path):
@@ -291,6 +295,23 @@ def test_config_without_a_known_model(config, tmp_path):
     if "lama" in config:
         assert 'unknown model_type "lama" (architectures: LamaForCausalLM); known: ' in text and ", llama, " in text
         assert 'did you mean "llama"?' in text
+
+
+HUGE = {
+    "bert_masked": {"num_hidden_layers": 9000, "max_position_embeddings": 10**9, "type_vocab_size": 10**6},
+    "gpt2": {"n_layer": 10**9, "n_embd": 10**12},
+    "llama": {"vocab_size": 10**9, "intermediate_size": 10**7, "num_attention_heads": 10**6, "max_position_embeddings": 10**9},
+}
+
+
+@pytest.mark.parametrize("family", HUGE)
+def test_sizes_of_a_config_are_compared_with_headers_before_a_model_is_made(family, tmp_path, golden, monkeypatch):
+    monkeypatch.setattr("spmd.pretrained.architectures._build", lambda *_: pytest.fail("a model was made"))
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / family, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | HUGE[family]))
+    golden(f"weights_of_a_huge_{family}", text_of(lambda: spmd.pretrained.load(folder), tmp_path))
 
 
 def test_tensors_of_several_dtypes_as_in_the_file(tmp_path, golden):

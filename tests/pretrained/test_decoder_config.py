@@ -137,6 +137,8 @@ WRONG = {
     "scale_by_layer": {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "scale_attn_by_inverse_layer_idx": True},
     "unknown_model_type": {"model_type": "gema2", "architectures": ["Gema2ForCausalLM"], **SMALL},
     "no_model_type": dict(SMALL),
+    "too_many_layers": {"model_type": "llama", **SMALL, "num_hidden_layers": 10**9, "hidden_size": 10**12},
+    "class_of_another_family": {"model_type": "llama", "architectures": ["MistralForCausalLM"], **SMALL},
     "another_task": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], **SMALL},
 }
 

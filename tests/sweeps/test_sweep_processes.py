@@ -30,9 +30,9 @@ def swept(folder, processes, *words, cases=CASES, options=()):
 
 def written(folder, name, rank=0):
     """Every file with results, by its path: those of the sweep's folder, and those that a process wrote."""
-    places = [folder / name / "sweep", folder / name / str(rank)]
-    files = [(place.name if place.name == "sweep" else "", place, path) for place in places for path in place.rglob("*") if path.is_file()]
-    return {f"{kind}/{path.relative_to(place)}": path.read_bytes() for kind, place, path in files if "checkpoints" not in path.parts}
+    places = [("sweep", folder / name / "sweep"), ("process", folder / name / str(rank))]
+    files = [(f"{kind}/{path.relative_to(place)}", path) for kind, place in places for path in place.rglob("*") if path.is_file()]
+    return {key: path.read_bytes() for key, path in files if not {"checkpoints", "programs"} & {*path.parts}}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def check_equal(one, folder):
     """Every process has what one process has; of a killed sweep older histories may be left."""
     for name in CASES:
         wanted = written(one, name)
-        assert len(wanted) > 6 and len(wanted["/table.csv"].splitlines()) == 1 + CASES[name]["trials"]
+        assert len(wanted) > 6 and len(wanted["process/table.csv"].splitlines()) == 1 + CASES[name]["trials"]
         for rank in (0, 1):
             assert written(folder, name, rank) == wanted
 
@@ -55,7 +55,7 @@ def check_equal(one, folder):
 def test_two_processes_match_one(one, tmp_path):
     swept(tmp_path / "two", 2)
     check_equal(one, tmp_path / "two")
-    assert written(one, "large")["/table.csv"] != written(one, "halving")["/table.csv"]
+    assert written(one, "large")["process/table.csv"] != written(one, "halving")["process/table.csv"]
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])

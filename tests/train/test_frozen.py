@@ -250,6 +250,53 @@ def test_residuals_are_those_of_trained_parameters():
     assert exchange and all(path.rpartition("/")[2].startswith("lora_") for path in exchange)
 
 
+@pytest.mark.system
+@pytest.mark.parametrize(("kept", "blocks"), [(None, False), ("int8", True)])
+def test_workers_that_train_adapters_alone_send_nothing_else(kept, blocks):
+    """DiLoCo (arXiv:2311.08105, algorithm 1) against a loop over its workers on one device, in which frozen weights are constants."""
+    workers, every, inner, outer = 8, 2, optax.adam(1e-2), optax.sgd(0.7, 0.9, nesterov=True)
+    server = spmd.ParameterServer(mode="local", every=every, outer_rate=0.7, outer_momentum=0.9)
+    layout = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=server)
+    layout = dataclasses.replace(layout, train=Train(frozen=kept, block=4 if kept else 64), adapters=ADAPTERS)
+    trainer = spmd.Trainer(lambda: Net(blocks), loss=loss, optimizer=inner, mesh="data=8", layout=layout)
+    state = trainer.init()
+    frozen, start = arrays(state.frozen), trained_arrays(trainer, state)
+    graphdef, params = nnx.split(trainer.rebuild(state), nnx.Param)
+
+    @jax.jit
+    def local_step(adapters, opt, rows):
+        def mean_loss(adapters):
+            merged = {path: adapters.get(path, leaf) for path, leaf in flatten(nnx.to_pure_dict(params)).items()}
+            leaves = jax.tree.unflatten(jax.tree.structure(params), list(merged.values()))
+            return loss(nnx.merge(graphdef, leaves), rows).mean()
+
+        updates, opt = inner.update(jax.grad(mean_loss)(adapters), opt, adapters)
+        return optax.apply_updates(adapters, updates), opt
+
+    synchronized, momentum = start, outer.init(start)
+    local, opts, sent = [start] * workers, [inner.init(start)] * workers, []
+    for number in range(4):
+        state, metrics = trainer.step(state, batch(number))
+        sent.append(metrics["wire_bytes"] - trainer.wire.bytes(where="metrics"))
+        for worker in range(workers):
+            rows = {name: value[2 * worker : 2 * worker + 2] for name, value in batch(number).items()}
+            local[worker], opts[worker] = local_step(local[worker], opts[worker], rows)
+        if (number + 1) % every == 0:
+            delta = jax.tree.map(lambda read, *each: read - sum(each) / workers, synchronized, *local)
+            updates, momentum = outer.update(delta, momentum)
+            synchronized = optax.apply_updates(synchronized, updates)
+            local = [synchronized] * workers
+    ours = trained_arrays(trainer, state)
+    assert ours.keys() == start.keys() and all(path.rpartition("/")[2].startswith("lora_") for path in ours)
+    for path, value in ours.items():
+        np.testing.assert_allclose(value, synchronized[path], rtol=0, atol=1e-6, err_msg=path)
+        assert np.abs(value - start[path]).max() > 1e-3, path
+    assert_equal(arrays(state.frozen), frozen)
+    assert state.exchange.keys() == flatten(state.params).keys()
+    adapters = sum(4 * (workers - 1) * leaf.size // workers for leaf in jax.tree.leaves(trainer.abstract_state.params))
+    assert sent == [0, 2 * adapters, 0, 2 * adapters]  # there and back
+
+
 @pytest.mark.parametrize("name", ["one device", "fsdp"])
 def test_memory_is_that_of_codes_and_one_layer(name):
     width = 256

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
+from spmd.xla import largest_magnitude
 
 LARGEST = 448.0  # of float8_e4m3fn
 
@@ -33,7 +34,7 @@ class Float8(RowCodec):
     def encode(self, rows: jax.Array) -> Any:
         """uint8 bit patterns and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
-        scale = jnp.abs(values).max(-1, keepdims=True) / LARGEST
+        scale = largest_magnitude(values, -1) / LARGEST
         scaled = jnp.clip(values / jnp.where(scale == 0, 1.0, scale), -LARGEST, LARGEST)
         bits = lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
         return {"values": unblocks(bits, rows.shape[1]), "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan)}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
+from spmd.xla import largest_magnitude
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Int8(RowCodec):
     def encode(self, rows: jax.Array) -> Any:
         """int8 values and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
-        scale = jnp.abs(values).max(-1, keepdims=True) / 127
+        scale = largest_magnitude(values, -1) / 127
         integers = jnp.round(values / jnp.where(scale == 0, 1.0, scale))
         return {"values": unblocks(integers.astype(jnp.int8), rows.shape[1]), "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan)}
 

@@ -1,0 +1,54 @@
+"""Several processes use a cache of compiled programs only where all of them see the same folder.
+
+If one loaded a program that another has to compile, the two could wait for each other: XLA:GPU can divide its measurements of kernels
+among the processes that compile.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+from pathlib import Path
+
+import jax
+
+from spmd.distributed import coordination
+from spmd.distributed.consistency import first_nonempty
+from spmd.program_cache.activate import user_chose
+from spmd.program_cache.entries import make_private
+from spmd.program_cache.folder import distrust, machine_folder
+
+OFF = "off"  # not a problem: chosen in one process, so for all
+
+
+def agree_on_folder(folder: Path | None) -> Path | None:
+    """The folder, if all processes see the same one and may use it; else None in all, and a warning of process 0. All processes call it."""
+    if not coordination.is_initialized():
+        return folder
+    rank, token, part, problem = coordination.process_info()[0], None, None, ""
+    backend = jax.default_backend()  # looks for devices, which all processes do together
+    try:
+        if folder is None or user_chose():
+            problem = OFF
+        else:
+            part = machine_folder(folder)
+            why = distrust(folder, part)
+            problem = f"{why}, and programs are code" if why else ""
+            if rank == 0 and not problem:
+                make_private(part)
+                token = part / f".process-0-{secrets.token_hex(8)}"
+                token.touch()
+    except OSError as error:
+        token, problem = None, f"process {rank} cannot use {folder}: {error.strerror}"
+    common = first_nonempty("" if token is None else str(token))
+    if common and not problem and not (Path(common).parent == part and os.path.exists(common)):
+        problem = f"process {rank} does not see the folder of process 0, {Path(common).parent}"
+    verdict = first_nonempty(problem)
+    if token is not None:
+        with contextlib.suppress(OSError):
+            token.unlink()
+    if verdict and verdict != OFF and rank == 0:
+        logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s. compile_cache= chooses another folder.", verdict)
+    if not verdict and backend == "cpu":
+        coordination.write_programs_in_every_process()
+    return None if verdict else folder

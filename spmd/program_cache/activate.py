@@ -1,0 +1,56 @@
+"""Turns JAX's persistent compilation cache on, at a folder of ours. JAX has one such cache in a process."""
+
+import logging
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from spmd.program_cache.counts import compilations
+from spmd.program_cache.entries import SCHEME
+from spmd.program_cache.folder import distrust, machine_folder
+
+FOLDER = "jax_compilation_cache_dir"
+# Small programs are kept too, so that a restart compiles nothing. A folder for XLA's other caches would be part of each program's key: a
+# folder that was moved would have nothing. The limit on the size is ours, since JAX's needs another package, and locks.
+OPTIONS = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+    "jax_compilation_cache_max_size": -1,
+}
+_before: dict[str, object] = {}  # the values of these options before
+
+
+def user_chose() -> bool:
+    """Whether the user has set up JAX's cache, or turned it off; then all of its options stay as they are."""
+    folder = getattr(jax.config, FOLDER)
+    return not jax.config.jax_enable_compilation_cache or bool(folder and not folder.startswith(SCHEME))  # type: ignore[attr-defined]
+
+
+def active_folder() -> Path | None:
+    """The folder in use, if it is ours."""
+    folder = getattr(jax.config, FOLDER) or ""
+    return Path(folder.removeprefix(SCHEME)) if folder.startswith(SCHEME) else None
+
+
+def use_folder(folder: Path | None) -> None:
+    """Keep the programs that this process compiles in a folder, and load them from there; None: neither.
+
+    Nothing changes where the user has set up JAX's cache. A folder in which others could have put programs is not used, with a warning.
+    """
+    compilations()  # counts from now on
+    if user_chose():
+        return
+    part = None if folder is None else machine_folder(folder)
+    why = "" if folder is None or part is None else distrust(folder, part)
+    if why:
+        logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s, and programs are code.", why)
+        part = None
+    if part == active_folder():
+        return
+    _before.update({name: getattr(jax.config, name) for name in OPTIONS if name not in _before})
+    for name, value in (OPTIONS if part is not None else _before).items():
+        jax.config.update(name, value)
+    jax.config.update(FOLDER, None if part is None else f"{SCHEME}{part}")
+    compilation_cache.reset_cache()

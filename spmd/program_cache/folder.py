@@ -1,0 +1,69 @@
+"""Which folder keeps compiled programs, and whether it can be trusted."""
+
+import hashlib
+import os
+import platform
+import stat
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd.errors import OptionError, short_repr
+from spmd.user_paths import as_path
+
+PROGRAMS = "programs"  # the folder, in a run's folder or in the user's cache folder
+
+
+def cache_folder(kind: str) -> Path:
+    """The folder of a kind of cache: in `$SPMD_CACHE`, or in `spmd` in the user's cache folder."""
+    chosen = os.environ.get("SPMD_CACHE")
+    return (Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd") / kind
+
+
+def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | None:
+    """The folder that `compile_cache=` of `fit` asks for; None: no cache.
+
+    Args:
+      compile_cache: a folder; False or "off"; or None or True: `$SPMD_CACHE` if it is set, else the run's folder, else the user's.
+      run: the run's folder, if it has one.
+
+    Raises:
+      OptionError: it is none of these.
+
+    Example:
+      >>> choose_folder("off", "runs/digits"), choose_folder("kept", "runs/digits").name
+      (None, 'kept')
+    """
+    if compile_cache is False or (isinstance(compile_cache, str) and compile_cache == "off"):
+        return None
+    if compile_cache is not None and compile_cache is not True:
+        if not isinstance(compile_cache, str | os.PathLike):
+            raise OptionError(
+                f"compile_cache={short_repr(compile_cache)}.", fix='a folder; None for the usual one; False or "off" for none.'
+            )
+        return as_path(compile_cache, "compile_cache").absolute()
+    if run is not None and not os.environ.get("SPMD_CACHE"):
+        return Path(run).absolute() / PROGRAMS
+    return cache_folder(PROGRAMS).absolute()
+
+
+def machine_folder(folder: Path) -> Path:
+    """The part of a folder for this kind of machine: programs for a CPU run only where the CPU has the same features."""
+    if jax.default_backend() != "cpu":
+        return folder / jax.default_backend()
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines() if cpu.exists() else []
+    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    return folder / f"cpu-{hashlib.sha256(chr(10).join([platform.machine(), *features]).encode()).hexdigest()[:12]}"
+
+
+def distrust(*folders: Path) -> str:
+    """Why programs in these folders must not be run, since others can write there; "" if there is no reason, or no folder yet."""
+    for folder in filter(Path.exists, folders):
+        found = folder.stat()
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{folder} belongs to another user (id {found.st_uid})"
+        if found.st_mode & stat.S_IWOTH:
+            return f"every user can write to {folder}"
+    return ""

@@ -1,0 +1,121 @@
+"""Says why a large program is not in the cache: beside the entries is a record of what each program was compiled for."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmd import checksummed_files
+from spmd.checksummed_files import DamagedFileError
+from spmd.errors import printable
+from spmd.program_cache.activate import active_folder
+from spmd.program_cache.counts import compilations
+from spmd.program_cache.entries import make_private, on_miss
+
+MOST_RECORDS = 8  # of a program
+KINDS = {"facts", "code"}  # of what is recorded
+MOST_SHOWN = 3  # differences in a line
+LEAST_SECONDS = 0.05  # what is loaded sooner is not worth a line
+
+
+class Watch:
+    """What became of a program: `line` says where it came from, if it was loaded."""
+
+    line = ""
+
+
+@contextlib.contextmanager
+def watch(
+    name: str, module: str, facts: Callable[[], Mapping[str, str]], code: Callable[[], Mapping[str, str]], *, records: bool
+) -> Iterator[Watch]:
+    """In the block, a program is compiled or loaded. If it is not in the cache, a line says why; the record of it is written after.
+
+    Args:
+      name: such as "the step".
+      module: JAX's name of the program, with which its entry begins.
+      facts: what it is compiled for, by name; the ones that cause others first. Asked for only if it is not in the cache.
+      code: facts about its text, which follow from those and from the user's code.
+      records: whether this process reads and writes records.
+    """
+    folder, thread, found, before = active_folder(), threading.get_ident(), Watch(), compilations()
+    new: dict[str, Mapping[str, str]] = {}
+
+    def missed(key: str) -> None:
+        if not new and threading.get_ident() == thread and key.rpartition("-")[0] == module:
+            new.update(facts=facts(), code=code())
+            if why := _why(_read(path), new):
+                logging.getLogger("spmd").warning("compiling %s: not in the cache, because %s.", name, why)
+
+    if folder is None or not records:
+        yield found
+        return
+    path = folder / f"{name.replace(' ', '-')}-{_script()}.json"
+    on_miss.append(missed)
+    try:
+        yield found
+    finally:
+        on_miss.remove(missed)
+    spent = compilations() - before
+    if new:
+        _add(path, new)
+    elif spent.loaded and spent.seconds >= LEAST_SECONDS:
+        found.line = f"{name}: loaded from the compilation cache ({spent.seconds:.1f} s)."
+
+
+def _script() -> str:
+    """The name of this script, in a folder that several may share."""
+    script = Path(sys.argv[0] or "notebook").absolute()
+    return f"{re.sub(r'[^A-Za-z0-9_]', '_', script.stem)[:40]}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The records of a program, the newest first."""
+    with contextlib.suppress(OSError, DamagedFileError, ValueError, TypeError, AttributeError):
+        records = json.loads(checksummed_files.read(path) or b"[]")
+        return [record for record in records if record.keys() == KINDS]
+    return []
+
+
+def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
+    others = [record for record in _read(path) if record != new]
+    with contextlib.suppress(OSError):  # the entry could not be written either, which is logged
+        make_private(path.parent)
+        checksummed_files.write(path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode())
+
+
+def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:
+    """What differs from the nearest record, of several the newest; "" if there is none."""
+    if not records:
+        return ""
+    nearest = min(records, key=lambda record: [len(_different(record[kind], new[kind])) for kind in ("facts", "code")])
+    if names := _different(nearest["facts"], new["facts"]):
+        return _changes(names, nearest["facts"], new["facts"])
+    old, code = nearest["code"], new["code"]
+    if old == code:
+        return (
+            "its entry was removed, or could not be kept (a program that calls the host, as jax.debug.print does, cannot before jax 0.11)"
+        )
+    numbers = [name for name in _different(old, code) if name.startswith("number")]
+    numbers = list({(old.get(name), code.get(name)): name for name in reversed(numbers)}.values())  # a rate may stand in many places
+    if not numbers or len(numbers) > MOST_SHOWN or old.keys() != code.keys():
+        return "the code of the model, the loss, the optimizer or spmd has changed"
+    return _changes(numbers[::-1], old, code)
+
+
+def _different(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [name for name in {**new, **old} if old.get(name) != new.get(name)]
+
+
+def _changes(names: list[str], old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    more = f", and {len(names) - MOST_SHOWN} more changes" if len(names) > MOST_SHOWN else ""
+    return ", and ".join(f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}" for name in names[:MOST_SHOWN]) + more
+
+
+def _shown(value: str | None) -> str:
+    return "not set" if value is None else printable(value, 120)

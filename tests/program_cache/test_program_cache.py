@@ -1,0 +1,211 @@
+"""The folder of compiled programs, its entries, and why a program is not among them."""
+
+import errno
+import json
+import logging
+import os
+import stat
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import spmd
+from spmd import checksummed_files
+from spmd.errors import OptionError
+from spmd.program_cache import activate, entries, records
+from spmd.program_cache.activate import active_folder, use_folder
+from spmd.program_cache.counts import compilations
+from spmd.program_cache.folder import cache_folder, choose_folder, distrust, machine_folder
+from spmd.program_cache.records import watch
+
+
+@pytest.fixture
+def jax_cache():
+    """As in a process of a user, who has set up no cache of JAX; other programs are compiled as in other tests."""
+    names = [activate.FOLDER, *activate.OPTIONS]
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(activate.FOLDER, None)
+    compilation_cache.reset_cache()
+    yield
+    use_folder(None)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    activate._before.clear()
+    entries._sizes.clear()
+    entries._logged.clear()
+
+
+def add(number):
+    """A program that only this number makes; each call compiles or loads it."""
+    before = compilations()
+    assert jax.jit(lambda x: x + number).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile() is not None
+    return compilations() - before
+
+
+def test_folder_is_the_users_the_runs_or_the_one_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMD_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert choose_folder(None, None) == choose_folder(True, None) == tmp_path / "spmd" / "programs" == cache_folder("programs")
+    assert choose_folder(None, tmp_path / "run") == tmp_path / "run" / "programs"
+    assert choose_folder(str(tmp_path / "mine"), tmp_path / "run") == tmp_path / "mine"
+    assert choose_folder(False, tmp_path / "run") is choose_folder("off", None) is None
+    monkeypatch.setenv("SPMD_CACHE", str(tmp_path / "all"))
+    assert choose_folder(None, tmp_path / "run") == tmp_path / "all" / "programs"
+    with pytest.raises(OptionError, match=r"compile_cache=3\.\n    fix: a folder; None for the usual one"):
+        choose_folder(3, None)
+
+
+def test_program_is_loaded_and_its_files_are_private(jax_cache, tmp_path):
+    folder = tmp_path / "run" / "programs"
+    use_folder(folder)
+    assert (add(0.5).compiled, add(0.5).loaded) == (1, 1)
+    part = active_folder()
+    assert part == machine_folder(folder) and len(list(part.glob("jit__lambda-*-cache"))) == 1
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, part)] == [0o700, 0o700]
+    use_folder(None)
+    assert active_folder() is None and add(0.5).compiled == 1
+    assert jax.config.jax_persistent_cache_enable_xla_caches != "none"
+
+
+def test_cache_of_the_user_is_left_alone(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    assert before
+    use_folder(tmp_path)
+    assert jax.config.jax_compilation_cache_dir == before and active_folder() is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
+def test_damaged_entry_is_compiled_and_written_again(jax_cache, tmp_path, caplog, damage):
+    use_folder(tmp_path / "programs")
+    add(1.5)
+    (entry,) = active_folder().glob("*-cache")
+    content = entry.read_bytes()
+    flipped = content[:40] + bytes([content[40] ^ 1]) + content[41:]
+    entry.write_bytes({"truncated": content[:-9], "flipped": flipped, "empty": b""}[damage])
+    assert (add(1.5).compiled, add(1.5).loaded) == (1, 1)
+    assert caplog.text.count("is damaged") == 1
+
+
+def test_full_disk_is_logged_once(jax_cache, tmp_path, caplog, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    use_folder(tmp_path / "programs")
+    monkeypatch.setattr(checksummed_files, "write", full)
+    assert add(2.5).compiled == add(2.5).compiled == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compiled programs cannot be kept in {active_folder()}: No space left on device. "
+        "The next start compiles them again, unless compile_cache= is another folder."
+    ]
+
+
+def test_least_recently_used_programs_are_removed(jax_cache, tmp_path, monkeypatch):
+    use_folder(tmp_path / "programs")
+    add(3.5), add(4.5)
+    old = list(active_folder().glob("*-cache"))
+    for path in old:
+        os.utime(path, (1, 1))
+    (active_folder() / ".left-by-a-killed-process").touch()
+    os.utime(active_folder() / ".left-by-a-killed-process", (1, 1))
+    (active_folder() / ".written-now").touch()
+    assert add(4.5).loaded == 1  # which marks it as used
+    monkeypatch.setattr(entries, "MOST_ENTRIES", 2)
+    add(5.5)
+    assert len(list(active_folder().glob("*-cache"))) == 2
+    assert add(4.5).loaded == add(5.5).loaded == 1 and add(3.5).compiled == 1
+    assert sorted(path.name for path in active_folder().glob(".*")) == [".written-now"]
+
+
+def test_bytes_are_bounded(jax_cache, tmp_path, monkeypatch):
+    use_folder(tmp_path / "programs")
+    add(6.5)
+    (entry,) = active_folder().glob("*-cache")
+    monkeypatch.setattr(entries, "MOST_BYTES", int(2.5 * entry.stat().st_size))
+    for number in (7.5, 8.5, 9.5):
+        add(number)
+        time.sleep(0.01)  # their times differ
+    assert sum(path.stat().st_size for path in active_folder().glob("*-cache")) <= entries.MOST_BYTES
+    assert add(9.5).loaded == 1
+
+
+@pytest.mark.parametrize("open_part", [False, True])
+def test_folder_that_others_can_write_is_refused(jax_cache, tmp_path, caplog, open_part):
+    folder = tmp_path / "programs"
+    use_folder(folder)
+    add(10.5)
+    (active_folder() if open_part else folder).chmod(0o777)
+    use_folder(None)
+    use_folder(folder)
+    assert active_folder() is None and "every user can write to" in caplog.text
+    assert add(10.5).compiled == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
+def test_folder_of_another_user_is_refused(tmp_path):
+    os.chown(tmp_path, 12345, -1)
+    assert distrust(tmp_path) == f"{tmp_path} belongs to another user (id 12345)"
+    assert distrust(tmp_path / "not there") == ""
+
+
+def observe(facts, code, number, what="the step"):
+    with watch(what, "jit__lambda", lambda: facts, lambda: code, records=True) as watched:
+        add(number)
+    return watched
+
+
+def said(caplog):
+    lines = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return [line.partition("because ")[2] for line in lines]
+
+
+def test_miss_is_explained_by_the_nearest_record(jax_cache, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    use_folder(tmp_path / "programs")
+    observe({"batch x": "float32[8]", "mesh": "data=8"}, {"number 1": "0.1", "text": "a"}, 11.5)
+    assert said(caplog) == []  # the first
+    observe({"batch x": "float32[8]", "mesh": "data=8"}, {"number 1": "0.1", "text": "a"}, 11.5)
+    assert said(caplog) == []  # loaded
+    observe({"batch x": "float32[9]", "mesh": "data=4", "a": "1", "b": "2"}, {"text": "b"}, 12.5)
+    assert said(caplog) == [
+        "batch x was float32[8], is float32[9], and mesh was data=8, is data=4, and a was not set, is 1, and 1 more changes."
+    ]
+    observe({"batch x": "float32[8]", "mesh": "data=8"}, {"number 1": "0.2", "text": "c"}, 13.5)
+    assert said(caplog) == ["number 1 was 0.1, is 0.2."]
+    observe({"batch x": "float32[8]", "mesh": "data=8"}, {"number 1": "0.2", "text": "d"}, 14.5)
+    assert said(caplog) == ["the code of the model, the loss, the optimizer or spmd has changed."]
+    for entry in active_folder().glob("*-cache"):
+        entry.unlink()
+    observe({"batch x": "float32[8]", "mesh": "data=8"}, {"number 1": "0.2", "text": "d"}, 14.5)
+    assert said(caplog)[0].startswith("its entry was removed, or could not be kept")
+    observe({"batch x": "float32[8]"}, {}, 15.5, "the evaluation")
+    assert said(caplog) == []  # another program
+
+
+@pytest.mark.parametrize("content", [b"", b"{", json.dumps([{"facts": {}}, 3]).encode(), b"[[]]"])
+def test_unreadable_records_are_ignored(jax_cache, tmp_path, caplog, content):
+    use_folder(tmp_path / "programs")
+    observe({"a": "1"}, {}, 16.5)
+    (path,) = active_folder().glob("*.json")
+    checksummed_files.write(path, content) if content else path.write_bytes(content)
+    observe({"a": "2"}, {}, 17.5)
+    assert said(caplog) == [] and [record["facts"] for record in records._read(path)] == [{"a": "2"}]
+
+
+@pytest.mark.system
+def test_fit_counts_and_says_where_its_step_came_from(jax_cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(records, "LEAST_SECONDS", 0.0)
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+    data = {"x": jnp.ones((32, 4)), "y": jnp.ones((32, 1))}
+    fit = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 16, "compile_cache": tmp_path / "kept"}
+    first = spmd.fit(model, data, progress=True, **fit)
+    jax.clear_caches()
+    second = spmd.fit(model, data, progress=True, **fit)
+    assert first.compilations.compiled and not first.compilations.loaded
+    assert second.compilations.loaded and not second.compilations.compiled
+    assert capsys.readouterr().err.count("the step: loaded from the compilation cache") == 1
