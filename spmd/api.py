@@ -33,12 +33,14 @@ from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, st
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
+from spmd.run.goodput import COMPILING, Goodput
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule, check_length
-from spmd.run.signals import SIGTERM_REASON
+from spmd.run.signals import SIGTERM_REASON, interruptible
+from spmd.run.time_account import TimeAccount
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
@@ -58,6 +60,7 @@ class Result:
       history: metrics of every step and evaluation of this call; `History` says how long runs are summarised.
       stop_reason: why the run stopped early, or None.
       trainer: the `Trainer` that ran it.
+      goodput: seconds of the run by phase (`spmd.run.goodput.Goodput`); None for a trial of a sweep.
       compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
         trial of a sweep.
 
@@ -75,6 +78,7 @@ class Result:
     history: History
     stop_reason: str | None
     trainer: Trainer
+    goodput: Goodput | None = None
     compilations: Compilations | None = None
 
     @functools.cached_property
@@ -103,6 +107,7 @@ class Result:
         return export(self.trainer, self.state, folder, **options)
 
 
+@interruptible()
 def fit(
     model: Any,
     data: Any,
@@ -189,8 +194,9 @@ def fit(
       3.0
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
-    join()
     config = as_checkpoint(checkpoint)
+    account = TimeAccount.open(None if config is None else Path(config.path))
+    join()
     folder = choose_folder(compile_cache, None if config is None else config.path)
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         folder = agree_on_folder(folder)
@@ -200,6 +206,7 @@ def fit(
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
     )
+    trainer.placed.compiling = functools.partial(account, COMPILING)
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
@@ -215,7 +222,7 @@ def fit(
         resumes = wants_resume(resume) or (config is not None and was_restarted())
         store = open_store(config, opened, resume=resumes)
         memory = open_checkpoints_in_memory(config, store, trainer, opened, resume=resumes)
-        start_point = start(store, trainer, meta, memory, changed_data=resume == CHANGED_DATA)
+        start_point = start(store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA)
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
         outputs, display = _outputs(store, trainer, outputs, display, start_point, room)
@@ -235,7 +242,7 @@ def fit(
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             memory=memory,
         )
-        loop = Loop(loop_config, start_point)
+        loop = Loop(loop_config, start_point, account)
         opened.pop_all()
     loop.train()
     run = loop.run
@@ -244,7 +251,7 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
-    return Result(run.state, run.history, run.stop_reason, trainer, compilations() - before)
+    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:

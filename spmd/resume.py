@@ -5,14 +5,14 @@ import dataclasses
 from typing import Any
 
 from spmd.data.work_assignment import Position
-from spmd.distributed.initialize import was_restarted
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.config import StartPoint
+from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
 from spmd.run.memory_restore import MemoryState, newest_in_memory
-from spmd.run.throughput import Throughput
+from spmd.run.time_account import TimeAccount
 from spmd.trainer import Trainer
 
 CHANGED_DATA = "changed_data"  # fit(resume=...): resume although the contents of the data have changed
@@ -74,28 +74,52 @@ def _newest(
 
 
 def start(
-    store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], memory: MemoryCheckpoints | None = None, *, changed_data: bool
+    store: CheckpointStore | None,
+    trainer: Trainer,
+    meta: dict[str, Any],
+    account: TimeAccount,
+    memory: MemoryCheckpoints | None = None,
+    *,
+    changed_data: bool,
 ) -> StartPoint:
     """The starting point of a run: the newest state in memory or undamaged checkpoint on disk, or step 0 if there is none.
 
     Raises:
       CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
     """
-    on_disk, damaged, in_memory = (None, {}, None) if store is None else _newest(store, memory, meta)
-    if store is not None and on_disk is None and in_memory is None and damaged:
+    with account(RESTORING):
+        start_point = None if store is None else _restore(store, trainer, meta, account, memory, changed_data=changed_data)
+    if start_point is None:
+        account.resume(None)
+        return StartPoint(trainer.init())
+    return start_point
+
+
+def _restore(
+    store: CheckpointStore,
+    trainer: Trainer,
+    meta: dict[str, Any],
+    account: TimeAccount,
+    memory: MemoryCheckpoints | None,
+    *,
+    changed_data: bool,
+) -> StartPoint | None:
+    """The newest state as the starting point; None if there is none."""
+    on_disk, damaged, in_memory = _newest(store, memory, meta)
+    if on_disk is None and in_memory is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
         fix = f"use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
         text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
         raise CheckpointError(f"{text}\n", fix=fix, problems=problems)
     step = on_disk if in_memory is None else in_memory.step
-    if store is None or step is None:
-        return StartPoint(trainer.init())
+    if step is None:
+        return None
     saved = store.meta(step) if in_memory is None else in_memory.meta
     with store.naming_errors(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
-        throughput = Throughput(saved.get("pace") if was_restarted() else None)  # a run resumed by hand may have paused for days
+        account.resume(saved.get("pace"))
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
     unhashed = [] if hashed else [name for name in now if name.startswith("contents")]
@@ -120,4 +144,4 @@ def start(
     if in_memory is not None:
         than_disk = "there is none on disk" if on_disk is None else f"{step - on_disk} steps after the newest checkpoint on disk"
         source = f"memory ({in_memory.source}), {than_disk}"
-    return StartPoint(state, position, callbacks, [*changes, *comm_changes], throughput, owes, source)
+    return StartPoint(state, position, callbacks, [*changes, *comm_changes], owes, source)

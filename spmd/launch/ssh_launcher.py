@@ -27,7 +27,7 @@ from spmd.launch.validation import check_environment_variables
 
 HELLO, LOG_SECONDS = 60.0, 10.0  # seconds for a host to answer, and between two log lines about missing ones
 REMOVE = 15.0  # seconds for all hosts to answer when checkpoints in memory are to be removed
-PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # prefixes of the variables that all hosts get
+PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL", "SPMD_CACHE")  # prefixes of the variables that all hosts get
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 OPTIONS = ("-T", "-x", *(word for option in SSH_OPTIONS for word in ("-o", option)))  # the user's come first, and take precedence
 
@@ -105,7 +105,7 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
         check_script(argv)
     full_size: list[int] = []  # the number of processes of the first attempt, once known
     in_memory: dict[Host, set[str]] = {}
-    code = run_with_restarts(lambda number: _attempt(argv, config, number, full_size, in_memory, log), config.settings.max_restarts, log)
+    code = run_with_restarts(lambda times: _attempt(argv, config, times, full_size, in_memory, log), config.settings.max_restarts, log)
     if code and in_memory:
         _remove_memory(config, in_memory)
     return code
@@ -123,7 +123,7 @@ def _remove_memory(config: SshConfig, in_memory: Mapping[Host, set[str]]) -> Non
 def _attempt(
     argv: Sequence[str],
     config: SshConfig,
-    number: int,
+    times: Sequence[float],
     full_size: list[int],
     in_memory: dict[Host, set[str]],
     log: Callable[[str], None],
@@ -139,7 +139,7 @@ def _attempt(
         full_size[:] = full_size or [len(processes)]
         if len(ready) < len(agents):
             log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(agent.host.name for agent in ready)}")
-        shared = config.environment() | attempt_environment(number) | {"SPMD_FULL": str(full_size[0])}
+        shared = config.environment() | attempt_environment(times) | {"SPMD_FULL": str(full_size[0])}
         shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": join_address(hello["address"], hello["port"])}
         for agent in ready:
             environments = {rank: processes[rank] for rank in agent.ranks}

@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import shutil
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent import futures
@@ -125,6 +126,7 @@ class CheckpointStore(CheckpointReader):
         self._copier: StateCopier | None = None
         self._copies: dict[int, State] = {}  # at most one, by step: made, but not handed to the thread yet
         self._bytes = 0  # size of a state, once one is saved
+        self.write_seconds = 0.0  # how long the last checkpoint took to be written; 0 before the first
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         try:
             self._saved = self.latest()
@@ -211,6 +213,7 @@ class CheckpointStore(CheckpointReader):
         if self._saved == step:
             return False
         self.wait()  # for the previous save: its failure must be raised now, not at the end of the run
+        began = time.monotonic()
         self._check_owner()
         self._check_disk_space(state)
         if self._threaded is None:
@@ -223,6 +226,7 @@ class CheckpointStore(CheckpointReader):
         else:
             self._write(state, step, meta, metrics)
             self._written = self._thread.submit(self._finish)
+        self._written.add_done_callback(lambda _: setattr(self, "write_seconds", time.monotonic() - began))
         self._saved = step
         return True
 
