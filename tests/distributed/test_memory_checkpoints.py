@@ -187,16 +187,19 @@ def _damage(path, how):
 
 
 @pytest.mark.system
-def test_script_that_is_started_again_by_hand_finds_its_memory(undisturbed, tmp_path):
-    """The launcher itself is killed, so nothing removes the memory; the next launch resumes from it."""
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=SLOW)])
+def test_script_that_is_started_again_by_hand_finds_its_memory(undisturbed, tmp_path, processes):
+    """The launcher itself is killed, so nothing removes the memory; the next launch, of as many devices, resumes from it."""
 
     def kill(process, run):
         wait_for_pieces(process, tmp_path, 2)
         process.kill()
 
-    words = ["--processes", 2, "--simulate", 2, JOB, "--folder", tmp_path / "run", "--every", 15, "--memory-every", 4]
-    launch(*words, "--fault", "sleep", meanwhile=kill, SPMD_MEMORY_FOLDER=str(tmp_path / "memory"))
-    run = launch(*words, "--resume", SPMD_MEMORY_FOLDER=str(tmp_path / "memory"))
+    job = [JOB, "--folder", tmp_path / "run", "--every", 15, "--memory-every", 4]
+    memory = str(tmp_path / "memory")
+    launch("--processes", 2, "--simulate", 2, *job, "--fault", "sleep", meanwhile=kill, SPMD_MEMORY_FOLDER=memory)
+    run = launch("--processes", processes, "--simulate", 4 // processes, *job, "--resume", SPMD_MEMORY_FOLDER=memory)
     assert run.code == 0 and set(run.hashes) == {undisturbed(2)}, run.text
     ((step, source),) = resumed(tmp_path / "run")
-    assert step == 24 and source.startswith("memory (process 0, 1: own host)")
+    ranks = ", ".join(map(str, range(processes)))
+    assert step == 24 and source.startswith(f"memory (process {ranks}: own host)")
