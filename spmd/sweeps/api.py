@@ -1,34 +1,43 @@
 """`sweep`: train many networks in one compiled program."""
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from spmd.data.device_dataset import replicate_arrays
 from spmd.data.sources import ArraySource, as_source, is_arrays
+from spmd.distributed.consistency import check_consistency
+from spmd.distributed.initialize import join, was_restarted
+from spmd.distributed.shared_cache import agree_on_folder
+from spmd.distributed.watchdog import current
 from spmd.errors import DataError, MeshError, OptionError, SpmdError, check_integer, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.program_cache.activate import use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
-from spmd.run.progress import make_progress
+from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import check_length
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.memory_check import check_room
 from spmd.sweeps.results import Sweep
 from spmd.sweeps.scheduler import SweepRunner
 from spmd.sweeps.search_space import SEED, check_space, draw, grid
-from spmd.sweeps.storage import SweepStore, owned, spelled
+from spmd.sweeps.storage import SweepStore, is_writer, owned, spelled
 from spmd.sweeps.successive_halving import Halving
-from spmd.sweeps.train_chunk import calls
+from spmd.sweeps.train_chunk import Piece, calls
 from spmd.sweeps.vmapped_trials import DATA, NET, VmappedTrials
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import TrainConfig
+from spmd.train.program_facts import text_facts
+from spmd.train.state import checksums
 
 
 def sweep(
@@ -77,14 +86,16 @@ def sweep(
       optimizer: `optimizer(**hyperparameters)` gives an optax gradient transformation.
       trials: how many to draw; a grid has one for each combination.
       search: "random", "grid", or a `spmd.Halving`.
-      mesh: such as "net=8", or "net=4,data=2" (each trial data-parallel over 2 devices); None: all devices on `net`.
+      mesh: such as "net=8", or "net=4,data=2" (each trial data-parallel over 2 devices, of one process); None: all devices of all
+        processes on `net`.
       batch_size, epochs, steps, shuffle, seed: as in `fit`, for each trial.
       eval_data: arrays on which every trial is evaluated at its end and at each rung.
       score: the metric that ranks trials: "eval_loss", another evaluation metric as "eval_NAME", or "loss", the mean over the last
         epoch's steps; None: "eval_loss" with `eval_data`, else "loss". `mode`: whether "min" or "max" is best.
       keep: how many of the best trials to keep with their arrays; on disk in `best/` of `checkpoint`'s folder, one run each.
       at_once: at most this many trials in one program; None: all. The rest queue.
-      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs. `resume=True` resumes.
+      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs. `resume=True` resumes, and
+        so does a restart by `spmd launch`.
       steps_per_call: steps compiled into one call.
       exact: compute the trials on one device one after the other, each as if alone. False: vmapped, their matrices batched, which is
         faster where a small network leaves a device idle; sums are then taken in another order, which training can amplify. Networks
@@ -98,6 +109,7 @@ def sweep(
 
     Raises:
       SpmdError: one of its subclasses, before anything is compiled.
+      ClusterError: the processes of a run of several do not agree.
 
     Example:
       >>> import optax, spmd
@@ -109,9 +121,7 @@ def sweep(
       >>> found.best[0].values, found.programs
       ({'rate': 0.5}, 1)
     """
-    if jax.process_count() > 1:
-        fix = "one sweep for each process, without `join`, each with its part of the space or its own seed: docs/sweeps.md."
-        raise OptionError(f"a sweep runs in one process; this run has {jax.process_count()}.", fix=fix)
+    join()
     space = check_space(space)
     if not isinstance(search, Halving) and search not in ("random", "grid"):
         raise OptionError(f"search={search!r}.", fix='"random", "grid" or spmd.Halving().')
@@ -127,28 +137,18 @@ def sweep(
     check_integer(keep, "keep", 0, optional=True)
     check_integer(at_once, "at_once", optional=True)
     check_integer(steps_per_call, "steps_per_call")
-    devices, display, store_config = _mesh(mesh, batch_size), make_progress(progress), as_checkpoint(checkpoint)
+    display, store_config = make_progress(progress), as_checkpoint(checkpoint)
     if store_config is not None and store_config != Checkpoint(store_config.path, every=store_config.every):
         why = f"checkpoint={store_config!r}: a sweep uses only the path and `every` of a Checkpoint."
         raise OptionError(why, fix="sweep(score=..., mode=..., keep=...).")
     if store_config is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
-    use_folder(choose_folder(compile_cache, None if store_config is None else store_config.path))
-    resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
-    sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
-    for trial in all_trials:
-        sharing.setdefault(study.constants(trial), []).append(trial)
-    programs = {key: _packed(study, same[0], devices, resident) for key, same in sharing.items()}
-    measure = _measure(score, mode, study, next(iter(programs.values())).program, space)
-    every = source.steps_per_epoch if store_config is None or store_config.every is None else store_config.every
-    for key, packed in programs.items() if check_memory else ():
-        first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
-        check_room(packed, sharing[key], at_once, first)
+    devices = _mesh(mesh, batch_size)
     folder = None if store_config is None else Path(store_config.path).absolute()
+    every = source.steps_per_epoch if store_config is None or store_config.every is None else store_config.every
     about = {
         "trials": f"[{', '.join(spelled(trial.all_values) for trial in all_trials)}]" if folder is not None else "",
         "rungs": str(plan),
-        "score": " ".join(measure),
         "mesh": str(MeshSpec.parse(devices)),
         "at_once": str(at_once),
         "data": str(source.fingerprint()),
@@ -159,10 +159,27 @@ def sweep(
         "precision": precision,
         "exact": str(exact),
     }
-    with owned(folder) as owner:
-        storage, _ = SweepStore(folder, about, resume=resume, owner=owner), resident()
-        runner = SweepRunner(study, programs, storage, plan, measure, at_once, keep, steps_per_call, every, display)
-        return runner.run(all_trials, None if folder is None else folder / "best")
+    with current().in_phase("compile"):  # from here on all processes work in step, and waiting for each other has a time limit
+        options = {"score": f"{score} {mode}", "steps_per_call": steps_per_call, "every": every, "folder": folder, "resume": resume}
+        _check_trials_agree(all_trials, {**about, "trials": len(all_trials), **options})
+        display = display if is_writer() else NoProgress()
+        use_folder(agree_on_folder(choose_folder(compile_cache, folder)))
+        resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
+        sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
+        for trial in all_trials:
+            sharing.setdefault(study.constants(trial), []).append(trial)
+        programs = {key: _packed(study, same[0], devices, resident) for key, same in sharing.items()}
+        measure = _measure(score, mode, study, next(iter(programs.values())).program, space)
+        for key, packed in programs.items():
+            first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
+            _check_programs_agree(packed, sharing[key][0], first)
+            if check_memory:
+                check_room(packed, sharing[key], at_once, first)
+        with owned(folder) as owner:
+            resumes = resume or was_restarted()
+            storage, _ = SweepStore(folder, {**about, "score": " ".join(measure)}, resume=resumes, owner=owner), resident()
+            runner = SweepRunner(study, programs, storage, plan, measure, at_once, keep, steps_per_call, every, display)
+            return runner.run(all_trials, None if folder is None else folder / "best")
 
 
 def _arrays(data: Any, option: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
@@ -188,7 +205,28 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
         raise MeshError(f'mesh {MeshSpec.parse(devices)}: a sweep uses the axes "{NET}" (trials) and "{DATA}".', fix='"net=4,data=2".')
     if batch_size % sizes.get(DATA, 1):
         raise DataError(f"batch_size={batch_size} does not divide by data={sizes[DATA]}.", fix=f"a multiple of {sizes[DATA]}.")
+    places = np.moveaxis(devices.devices, devices.axis_names.index(NET), 0).reshape(sizes[NET], -1)
+    ranks = [{device.process_index for device in place} for place in places]
+    flat = [rank for of_trial in ranks for rank in sorted(of_trial)]
+    if len(flat) > len(ranks) or flat != sorted(flat) or len(set(flat)) < jax.process_count():
+        within = math.gcd(sizes.get(DATA, 1), jax.local_device_count())
+        why = f"the positions along {NET} are on processes {', '.join('+'.join(map(str, sorted(of_trial))) for of_trial in ranks)}"
+        rule = "Each trial needs devices of one process; processes come in order, and all take part"
+        raise MeshError(f"mesh {MeshSpec.parse(devices)}: {why}. {rule}.", fix=f'"{NET}={jax.device_count() // within},{DATA}={within}".')
     return devices
+
+
+def _check_trials_agree(trials: Sequence[Trial], options: Mapping[str, Any]) -> None:
+    """Compare options, and every trial's hyper-parameters without the addresses of objects."""
+    facts = {"devices of each process": str(jax.local_device_count()), **{name: str(value) for name, value in options.items()}}
+    check_consistency(facts | {f"trial {trial.number}": re.sub(r" at 0x[0-9a-f]+", "", str(trial.all_values)) for trial in trials})
+
+
+def _check_programs_agree(packed: VmappedTrials, trial: Trial, call: Piece) -> None:
+    """Compare a trial's initial values, and the program of its steps."""
+    if jax.process_count() > 1:
+        text = packed.lowered(packed.mesh.shape[NET], call.count, call.rows, shared=True).as_text()
+        check_consistency(checksums(packed.init(trial).variables) | text_facts(text, f"the steps of trial {trial.number}"))
 
 
 def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> VmappedTrials:

@@ -74,6 +74,6 @@ def _need(packed: VmappedTrials, trials: Sequence[Trial], call: Piece, limit: in
     if need.peak > limit:
         return need
     seeds = len({trial.seed for trial in trials})
-    memory = packed.compiled(slots, call.count, call.rows, shared=seeds == 1).memory_analysis()
+    memory = packed.lowered(slots, call.count, call.rows, shared=seeds == 1).compile().memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return dataclasses.replace(need, temporaries=max(0, peak - need.peak))

@@ -10,15 +10,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api import Result, about_run
 from spmd.data.work_assignment import Position
+from spmd.distributed import watchdog
+from spmd.distributed.consistency import first_nonempty
 from spmd.mesh import make_mesh
 from spmd.run.history import History
-from spmd.run.throughput import Throughput
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
-from spmd.sweeps.storage import SweepStore, open_checkpoints
+from spmd.sweeps.storage import SweepStore, is_writer, open_checkpoints
 from spmd.sweeps.successive_halving import best
 from spmd.sweeps.train_chunk import Chunk, filled
 from spmd.sweeps.vmapped_trials import VmappedTrials
@@ -90,9 +92,10 @@ class SweepRunner:
             history, evaluations, after = self._chunk(rung, number, packed, trials, states, start, stop)
             for place, trial in enumerate(trials):
                 self._note(records[trial.number], packed, history[place], evaluations[place], stop)
-                promotable[trial.number] = after[place]
+                promotable[trial.number] = None
             count = self.keep if last else self.plan[rung + 1][0]
             promotable = {key: promotable[key] for key in best({key: records[key].score for key in promotable}, count, self.measure[1])}
+            promotable |= {} if after is None else after.host_states(promotable)
         return promotable
 
     def _chunks(self, alive: Sequence[Trial]) -> Iterator[tuple[VmappedTrials, Sequence[Trial]]]:
@@ -104,26 +107,35 @@ class SweepRunner:
 
     def _chunk(
         self, rung: int, number: int, packed: VmappedTrials, trials: Sequence[Trial], states: Mapping[int, Any], start: int, stop: int
-    ) -> tuple[np.ndarray, list[dict[str, float]], Any]:
-        """Measurements, evaluations, and the states of the trials of a chunk."""
+    ) -> tuple[np.ndarray, list[dict[str, float]], Chunk | None]:
+        """Measurements and evaluations of the trials of a chunk, and the chunk; None if its states were cleared away."""
         done, run = self.storage.finished(rung, number), Chunk(packed, trials, stop, None)
         if done is not None and (self.storage.cleared or self.storage.resumed(rung, number, run)):  # a damaged chunk is trained again
             self._count(packed, len(trials) * (stop - start))
-            return *done, [None] * len(trials) if self.storage.cleared else run.host_states()
-        slots = filled(trials, packed)
-        run = Chunk(packed, trials, start, packed.stack([states[trial.number] if rung else packed.init(trial) for trial in slots]))
+            return *done, None if self.storage.cleared else run
+        slots, watch = filled(trials, packed), watchdog.current()
+
+        def initial(slot: int) -> Any:
+            return states[slots[slot].number] if rung else packed.init(slots[slot])
+
+        run = Chunk(packed, trials, start, packed.stack(len(slots), initial))
         if self.storage.resumed(rung, number, run):
             self._count(packed, len(trials) * (run.step - start))
 
         def report(measured: np.ndarray) -> None:
             self._count(packed, measured.shape[0] * measured.shape[1], measured)
+            watch.record_progress("step", self._steps)
 
+        watch.begin_run(self._steps)  # of each chunk: its first call compiles
         with self.storage.saving(rung, number, run) as save:
             if run.step < stop:
-                run.run(stop, limit=self.steps_per_call, every=self.every, save=save, report=report)
-            evaluations = run.evaluate()
+                run.run(stop, limit=self.steps_per_call, every=self.every, save=watch.in_phase("save")(save), report=report)
+            with watch.in_phase("eval"):
+                evaluations = run.evaluate()
+            watch.record_progress("save", self._steps)
+        watch.record_progress("compile", self._steps)
         self.storage.finish(rung, number, run.history, evaluations)
-        return run.history, evaluations, run.host_states()
+        return run.history, evaluations, run
 
     def _count(self, packed: VmappedTrials, steps: int, measured: np.ndarray | None = None) -> None:
         """Count steps of trials and update the progress bar."""
@@ -153,6 +165,9 @@ class SweepRunner:
         )
 
     def _sweep(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
+        if jax.process_count() > 1:  # files are read by all processes together, which need not ask for a result together
+            cleared = [trial for trial in trials if trial.number in states and states[trial.number] is None]
+            states = {**states, **{trial.number: self._result(trial, None, History(()), folder).state for trial in cleared}}
         tried = [self._trial_result(trial, records[trial.number], states, folder) for trial in trials]
         kept = [tried[number] for number in states]
         if folder is not None:
@@ -173,7 +188,7 @@ class SweepRunner:
     def _result(self, trial: Trial, state: State | None, history: History, folder: Path | None) -> Result:
         study = self.study
         workers = self.programs[study.constants(trial)].placed.resolved.workers
-        mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
+        mesh = make_mesh({"data": workers}, devices=jax.local_devices()[:workers])
         trainer = Trainer(**vars(study.train_config(trial)), mesh=mesh, layout=study.layout)
         trainer.prepare(study.data.sample())
         if state is None and folder is not None:
@@ -183,15 +198,19 @@ class SweepRunner:
 
     def _keep(self, tried: TrialResult, place: Path) -> None:
         """Save one of the best trials as a run that `Trainer.restore` reads and `fit(resume=True)` resumes."""
-        if place.is_dir():
+        if first_nonempty("kept" if place.is_dir() else ""):
             return
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
         about = about_run(result.trainer, data)
-        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": Throughput().to_checkpoint()}
+        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": None}
         unfinished = place.with_name(f".{place.name}")
-        if unfinished.exists():
+        if is_writer() and unfinished.exists():
             shutil.rmtree(unfinished)
+        first_nonempty("")  # a barrier
+        everywhere = NamedSharding(self.programs[self.study.constants(tried.trial)].mesh, PartitionSpec())  # all processes write
+        state = jax.tree.map(lambda leaf: place_copy(leaf, everywhere), result.state)
         with open_checkpoints(unfinished) as store:
-            store.save(result.state, int(result.state.step), {**about, **more}, {})
-        unfinished.rename(place)  # complete, or absent
+            store.save(state, int(result.state.step), {**about, **more}, {})
+        if is_writer():
+            unfinished.rename(place)  # complete, or absent

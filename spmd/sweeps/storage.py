@@ -9,18 +9,32 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from spmd import checksummed_files
+from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import CheckpointError, Problem, raise_problems
+from spmd.program_cache.folder import PROGRAMS
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.owner import OWNER_FILE, FolderOwnership
 from spmd.sweeps.train_chunk import Chunk
 from spmd.user_paths import make_folder, wrap_os_errors
 
+Result = TypeVar("Result")
 ABOUT, DONE, END = "sweep.json", "done.json", "end.json"
+
+
+def is_writer() -> bool:
+    """Whether this process writes a sweep's files; all processes read them."""
+    return jax.process_index() == 0
+
+
+def _in_writer(action: Callable[[], Result]) -> Result | None:
+    """Call a function in the process that writes; its error is raised in all."""
+    return raise_everywhere(lambda: action() if is_writer() else None, CheckpointError, "the sweep's folder cannot be used")
 
 
 @contextlib.contextmanager
@@ -33,12 +47,17 @@ def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
     if folder is None:
         yield None
         return
-    make_folder(folder, CheckpointError)
-    owner = FolderOwnership(folder)
+
+    def take() -> FolderOwnership:
+        make_folder(folder, CheckpointError)
+        return FolderOwnership(folder)
+
+    owner = _in_writer(take)
     try:
         yield owner
     finally:
-        owner.release()
+        if owner is not None:
+            owner.release()
 
 
 @contextlib.contextmanager
@@ -52,6 +71,7 @@ def open_checkpoints(folder: Path) -> Iterator[CheckpointStore]:
         store.release()
         raise
     store.close()
+    first_nonempty("")  # a barrier: each process looks whether its last save is there, before anything moves it
 
 
 class SweepStore:
@@ -59,12 +79,14 @@ class SweepStore:
 
     def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: FolderOwnership | None = None):
         self._folder, self._owner = folder, owner
-        if folder is None:
-            return
+        if folder is not None:
+            _in_writer(lambda: self._open(folder, about, resume=resume))
+
+    def _open(self, folder: Path, about: Mapping[str, str], *, resume: bool) -> None:
         file = folder / ABOUT
         with wrap_os_errors(file, CheckpointError):
             if not file.exists():
-                if any(not path.name.startswith(".") and path.name != OWNER_FILE for path in folder.iterdir()):
+                if any(not path.name.startswith(".") and path.name not in (OWNER_FILE, PROGRAMS) for path in folder.iterdir()):
                     raise CheckpointError(f"{folder} is not empty, and holds no sweep.", fix="another folder.")
                 checksummed_files.write(file, _json(dict(about)))
                 return
@@ -81,7 +103,7 @@ class SweepStore:
     @functools.cached_property
     def cleared(self) -> bool:
         """Whether only the best have states, since the sweep came to its end, and nothing that needs other states is to be done again."""
-        if self._folder is None or not (self._folder / END).exists():
+        if self._folder is None:
             return False
         chunks = json.loads(self._read(self._folder / END) or b"null")
         return chunks is not None and all(self.finished(rung, chunk) is not None for rung, chunk in chunks if rung)
@@ -100,7 +122,7 @@ class SweepStore:
     def finish(self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]) -> None:
         """A chunk is at its end."""
         place = self.place(rung, chunk)
-        if place is not None:
+        if place is not None and is_writer():
             self._check_owner()
             checksummed_files.write(place / "end.npy", _npy(history))
             checksummed_files.write(place / DONE, _json(evaluations))
@@ -108,7 +130,7 @@ class SweepStore:
     def resumed(self, rung: int, chunk: int, run: Chunk) -> bool:
         """Bring a chunk to where it was saved last, if it was."""
         place = self.place(rung, chunk)
-        if place is None or not (place / "checkpoints").is_dir():
+        if place is None or not first_nonempty("saved" if (place / "checkpoints").is_dir() else ""):
             return False
         with open_checkpoints(place) as store:
             step, damaged = store.newest_intact()
@@ -118,7 +140,9 @@ class SweepStore:
                 run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
                 run.measured, run.step = [_history(history)], step
                 return True
-        shutil.rmtree(place / "checkpoints")  # without states, or with states whose measurements are lost
+        if is_writer():
+            shutil.rmtree(place / "checkpoints")  # without states, or with states whose measurements are lost
+        first_nonempty("")  # a barrier
         return False
 
     @contextlib.contextmanager
@@ -134,15 +158,16 @@ class SweepStore:
     def _save(self, store: CheckpointStore, place: Path, run: Chunk) -> None:
         self._check_owner()
         newest, complete = place / f"history-{run.step}.npy", place / f"history-{store.latest()}.npy"
-        checksummed_files.write(newest, _npy(run.history))
+        if is_writer():
+            checksummed_files.write(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
-        for history in place.glob("history-*.npy"):
+        for history in place.glob("history-*.npy") if is_writer() else ():
             if history not in (newest, complete):  # until this save is complete, the one before may be needed
                 history.unlink()
 
     def clear(self) -> None:
         """Only the end is wanted of chunks: their states go."""
-        if self._folder is not None:
+        if self._folder is not None and is_writer():
             self._check_owner()
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
             checksummed_files.write(self._folder / END, _json([list(map(int, place.name.split("-"))) for place in places]))
@@ -155,12 +180,13 @@ class SweepStore:
             self._owner.check()
 
     def _read(self, file: Path) -> bytes | None:
-        """What was written; None where nothing was, or not that: then it is a warning."""
+        """What was written, in all processes; None where nothing was, or not that: then it is a warning."""
+        content = None
         try:
-            return checksummed_files.read(file)
+            content = checksummed_files.read(file)
         except checksummed_files.DamagedFileError as why:
             logging.getLogger("spmd").warning("%s is damaged, and its chunk is trained again: %s.", file, why)
-            return None
+        return None if first_nonempty("missing" if content is None else "") else content
 
 
 def _differ(was: str, now: str) -> str:

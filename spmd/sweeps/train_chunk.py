@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -132,10 +132,10 @@ class Chunk:
         means = (total[:, 0] / total[:, 1]).tolist()
         return [dict(zip(names, row, strict=True)) for row in means[: len(self.trials)]]
 
-    def host_states(self) -> list[Any]:
-        """The state of each trial, on the host."""
-        states = jax.device_get(self.states)
-        return [jax.tree.map(lambda leaf, at=at: leaf[at], states) for at in range(len(self.trials))]
+    def host_states(self, numbers: Collection[int]) -> dict[int, Any]:
+        """The states of those of its trials that have these numbers, on the host of every process."""
+        slots = {trial.number: slot for slot, trial in enumerate(self.trials) if trial.number in numbers}
+        return dict(zip(slots, self.packed.host_states(self.states, [*slots.values()]), strict=True))
 
 
 def filled(trials: Sequence[Trial], packed: VmappedTrials) -> list[Trial]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.device_dataset import replicate_arrays
@@ -20,7 +21,7 @@ from spmd.train.evaluation import naming_differences
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten
-from spmd.xla import shard_map
+from spmd.xla import replicate, shard_map
 
 NET, DATA = "net", "data"
 
@@ -73,7 +74,7 @@ class VmappedTrials:
         """
         if not self.program.comparison.needed:
             return
-        mesh = Mesh(self.mesh.devices.reshape(-1)[: self.placed.mesh.size], (DATA,), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(self.mesh.local_devices[: self.placed.mesh.size]), (DATA,), axis_types=(AxisType.Auto,))
         placed, sample = self.placed.with_layout(mesh, self.study.layout), self.study.data.sample()
         rows = jax.tree.leaves(sample)[0].shape[0]
         batch = jax.tree.map(lambda leaf: np.asarray(leaf[:rows]), self.study.data.arrays)
@@ -121,9 +122,28 @@ class VmappedTrials:
     def _compiled_open(self) -> Any:
         return jax.jit(lambda seed, values: self._open(seed, self.first.seed, values))
 
-    def stack(self, states: Sequence[Any]) -> Any:
-        """Host trees, one for each slot, stacked on the mesh."""
-        return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves), self._slot_sharding), *states)
+    def stack(self, slots: int, state_of: Callable[[int], Any]) -> Any:
+        """The host trees of all slots, stacked on the mesh; `state_of` is called with the slots of this process."""
+
+        def stacked(*leaves: Any) -> jax.Array:
+            return jax.make_array_from_process_local_data(self._slot_sharding, np.stack(leaves), (slots, *np.shape(leaves[0])))
+
+        return jax.tree.map(stacked, *map(state_of, self._local_slots(slots)))
+
+    def host_states(self, states: Any, wanted: Sequence[int]) -> list[Any]:
+        """The states in these slots, on the host of every process; all processes call this."""
+        local = jax.device_get(multihost_utils.global_array_to_host_local_array(states, self.mesh, PartitionSpec(NET)))
+        here = {slot: at for at, slot in enumerate(self._local_slots(jax.tree.leaves(states)[0].shape[0]))}
+
+        def host_state(slot: int) -> Any:
+            state = jax.tree.map(lambda leaf: leaf[here.get(slot, 0)], local)
+            return state if jax.process_count() == 1 else _broadcast(state, is_source=slot in here)
+
+        return [host_state(slot) for slot in wanted]
+
+    def _local_slots(self, slots: int) -> list[int]:
+        places = self._slot_sharding.addressable_devices_indices_map((slots,)).values()
+        return np.unique(np.concatenate([np.arange(slots)[place] for place in places])).tolist()
 
     def abstract(self, slots: int) -> State:
         """Shapes and shardings of the states of `slots` slots."""
@@ -134,7 +154,7 @@ class VmappedTrials:
         """The traced hyper-parameters of the trials in the slots."""
         traced = [self.study.traced(trial) for trial in trials]
         columns = {name: np.array([values[name] for values in traced], np.float32) for name in traced[0]}
-        return jax.device_put(columns, self._slot_sharding)
+        return {name: _put(column, self._slot_sharding) for name, column in columns.items()}
 
     @property
     def _slot_sharding(self) -> NamedSharding:
@@ -150,20 +170,22 @@ class VmappedTrials:
           weights: float32[steps, rows], 0 for padding.
 
         Returns:
-          The states, and metrics float32[slots, steps, 2, names], sums and counts.
+          The states, and metrics float32[slots, steps, 2, names], sums and counts, which every process can read.
         """
         shared = rows.shape[0] == 1
-        function, shardings = self._steps(rows.shape, shared=shared)
-        return function(states, values, self._data(), *jax.device_put((rows.astype(np.int32), weights), shardings))
+        function, (rows_sharding, weights_sharding) = self._steps(rows.shape, shared=shared)
+        placed = _put(rows.astype(np.int32), rows_sharding), _put(weights, weights_sharding)
+        states, measured = function(states, values, self._data(), *placed)
+        return states, _readable(measured)
 
-    def compiled(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
-        """Compile `count` updates of `slots` slots from shapes; `steps` then runs it. `shared`: all slots have the same rows."""
+    def lowered(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
+        """Lower `count` updates of `slots` slots from shapes; `steps` then runs that program. `shared`: all slots have the same rows."""
         shape = (1 if shared else slots, count, rows)
         function, (rows_sharding, weights_sharding) = self._steps(shape, shared=shared)
         values = self._abstract_values(slots, sharding=self._slot_sharding)
         row_numbers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding)
         weights = jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_sharding)
-        return function.trace(self.abstract(slots), values, self.abstract_data, row_numbers, weights).lower().compile()
+        return function.trace(self.abstract(slots), values, self.abstract_data, row_numbers, weights).lower()
 
     @property
     def abstract_data(self) -> Tree:
@@ -191,7 +213,7 @@ class VmappedTrials:
     def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
         """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
         placed = replicate_arrays((batch, weights), self.mesh)
-        return np.asarray(jax.device_get(self._evaluation(weights.shape[0])(states, *placed)), np.float64)
+        return np.asarray(jax.device_get(_readable(self._evaluation(weights.shape[0])(states, *placed))), np.float64)
 
     def _evaluation(self, rows: int) -> Any:
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
@@ -227,3 +249,21 @@ class VmappedTrials:
     def compilations(self) -> int:
         """How many programs of steps have been compiled."""
         return sum(function._cache_size() for key, function in self._compiled.items() if key[0] == "steps")
+
+
+def _put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A host array, the same in all processes, on the mesh."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
+
+
+def _readable(x: jax.Array) -> jax.Array:
+    """The array, replicated if other processes have parts of it."""
+    return x if x.is_fully_addressable else replicate(x)
+
+
+def _broadcast(tree: Any, *, is_source: bool) -> Any:
+    """The host tree of the one process that is the source, in all processes: as bytes, since a sum of numbers would lose the sign of -0."""
+    raw = jax.tree.map(lambda leaf: np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), tree)
+    raw = multihost_utils.broadcast_one_to_all(raw, is_source)
+    return jax.tree.map(lambda leaf, data: np.asarray(data).view(leaf.dtype).reshape(leaf.shape), tree, raw)

@@ -123,12 +123,6 @@ def test_shapes_that_depend_on_the_seed(monkeypatch):
         sweep(space={"learning_rate": [0.1], "seed": [1, 2]}, search="grid", trials=None)
 
 
-def test_sweep_in_several_processes_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(OptionError, match=r"in one process; this run has 2\.\n    fix: one sweep for each process"):
-        sweep(trials=0)
-
-
 def test_sweep_beyond_device_memory_is_refused_with_a_fix_that_fits(monkeypatch):
     more = {"trials": 4, "epochs": 1, "keep": 1, "eval_data": None, "mesh": spmd.make_mesh("net=2", devices=jax.devices()[:2])}
     state = 2 * 4 + 2 * 4 + 3 * 4 * ((FEATURES + 1) * 16 + 17 * CLASSES)  # step, count and key; each parameter, and Adam's two of it

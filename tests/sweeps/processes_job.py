@@ -1,0 +1,73 @@
+"""Sweeps, one after the other, in each of several processes: `processes_job.py FOLDER '{"name": {...}, ...}' [RANK CALLS]`.
+
+Each writes FOLDER/name/RANK: the table as a process has it, and the arrays of its best trials. With a rank and a number of calls, that
+process of the first attempt kills itself after so many calls of steps.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import spmd
+from spmd.errors import SpmdError
+from spmd.sweeps.vmapped_trials import VmappedTrials
+from spmd.tree import flatten
+from tests.sweeps.swept import RATES, labelled, sweep
+
+MORE = {"halving": {"search": spmd.Halving(factor=3), "space": RATES}, "large": {"space": {**RATES, "seed": range(100)}}}
+
+
+def count_calls(fatal):
+    """A list that grows by one with each call of steps; SIGKILL when it has this length."""
+    steps, calls = VmappedTrials.steps, []
+
+    def counting(self, *given):
+        calls.append(None)
+        if len(calls) == fatal:
+            print("FAULT", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return steps(self, *given)
+
+    VmappedTrials.steps = counting
+    return calls
+
+
+def main(folder, cases, *kill):
+    """Run the cases; an error is printed, and the next one runs."""
+    dies = kill and os.environ["SPMD_ATTEMPT"] == "0" and jax.process_index() == int(kill[0])
+    calls = count_calls(int(kill[1]) if dies else 0)
+    for name, case in json.loads(cases).items():
+        case |= MORE.get(case.pop("more", ""), {})
+        if case.pop("differ", False):
+            case["space"] = {"learning_rate": [0.1, 0.2 + jax.process_index()]}
+        again, options = (
+            case.pop("again", False),
+            {"checkpoint": spmd.Checkpoint(Path(folder, name, "sweep"), every=2), "steps_per_call": 2},
+        )
+        try:
+            found = sweep(**case, **options)
+            found = sweep(**case, **options, resume=True) if again else found  # now from what is on disk
+        except SpmdError as error:
+            print(f"REFUSED {name}: {' '.join(str(error).split())}", flush=True)
+            continue
+        print(f"CALLS {name} {len(calls)}", flush=True)
+        place = Path(folder, name, str(jax.process_index()))
+        place.mkdir()
+        found.to_csv(place / "table.csv")
+        (place / "shown.txt").write_text(str(found))
+        for tried in found.best:
+            result = tried.result()
+            arrays = {path: np.asarray(leaf) for path, leaf in flatten(result.state).items()}
+            measured = np.array(sorted(result.evaluate(labelled(50, 1)).items()))
+            np.savez(place / f"{tried.number}.npz", measured=measured, losses=np.array(tried.history["loss"]), **arrays)
+            restored = result.trainer.restore(Path(folder, name, "sweep", "best", f"trial-{tried.number:04d}"))
+            assert all(np.asarray(leaf).tobytes() == arrays[path].tobytes() for path, leaf in flatten(restored).items())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
