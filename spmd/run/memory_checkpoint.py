@@ -6,6 +6,8 @@ them are ready, and on the newest step that all have written. That one is kept u
 fails is counted and logged once; it never stops training.
 """
 
+import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -24,7 +26,7 @@ import numpy as np
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty, gather_texts, raise_everywhere
 from spmd.distributed.initialize import job_token
-from spmd.distributed.peer_transfer import Read, Receiver, TransferError, local_address, send
+from spmd.distributed.peer_transfer import Read, Receiver, local_address, send
 from spmd.distributed.records import report_to_launcher
 from spmd.errors import CheckpointError, printable
 from spmd.run.checkpoint_reader import arrays_by_path
@@ -36,7 +38,9 @@ from spmd.train.state import State
 from spmd.tree import describe, format_bytes, nbytes
 
 AGREE_SECONDS = 60.0  # for all processes to say whether they are ready to write
+EXTRA_SECONDS = 5.0  # the others wait this much longer than process 0, which collects the votes
 LOOK = 0.02
+BUSY, ALL = "busy", "all"  # a vote, and the name of the list of all votes
 
 
 @dataclasses.dataclass
@@ -109,7 +113,7 @@ class MemoryCheckpoints:
         self.job = self._find_hosts(start)
         self.plan: WritePlan = plan_writes(self.holders, self.described, self.job.hosts, self.job.rank)
         self.held: set[int] = set()  # steps that this process has written, or from which it was resumed
-        self._voted: list[str] = []
+        self._published: collections.deque[str] = collections.deque()
         self._logged: set[str] = set()
         self._copier: StateCopier | None = None
         self._threaded: bool | None = None
@@ -150,7 +154,7 @@ class MemoryCheckpoints:
     def save(self, state: State, step: int, meta: Mapping[str, Any]) -> None:
         """Start to write a checkpoint; skip it if the previous one is still being written or sent."""
         if not self._last.done():
-            self._vote(step, "busy")
+            self._vote_busy(step)
             self.counts.skipped += 1
             return
         if self._copy is None or self._copy[0] != step:
@@ -159,10 +163,17 @@ class MemoryCheckpoints:
         if self._copy is not None:
             (_, source), self._copy = self._copy, None
         else:  # no room on the devices: training waits until the host has the shards
-            wanted = set(self.plan.write)
-            source = {key: np.array(data) for key, data in _local_shards(state).items() if key in wanted}
+            source = self._copy_to_host(state)
         meta = {**meta, "step": step, "arrays": self.described}
         self._last = self._thread.submit(self._write, [source], step, meta)
+
+    def _copy_to_host(self, state: State) -> dict[Key, np.ndarray]:
+        """The shards that this process writes; all are on their way at once."""
+        shards = _local_shards(state)
+        for key in self.plan.write:
+            shards[key].copy_to_host_async()
+        with jax.transfer_guard_device_to_host("allow"):
+            return {key: np.array(shards[key]) for key in self.plan.write}
 
     def _write(self, sources: list[Any], step: int, meta: dict[str, Any]) -> None:
         """Write the one source in the list; it is emptied, so that the copy of the state is freed at once."""
@@ -198,7 +209,7 @@ class MemoryCheckpoints:
             return
         try:
             self.counts.bytes_sent += self.ship(receiver, piece, path, keys)
-        except (TransferError, OSError) as error:
+        except Exception as error:
             self.counts.unsent += 1
             self._log_once(f"a checkpoint in memory could not be sent to {self.job.names[receiver]}: {error}")
 
@@ -250,26 +261,35 @@ class MemoryCheckpoints:
         return {max(common)} if common else set()
 
     def _votes(self, step: int, vote: str) -> list[str] | None:
-        """The votes of all processes; None if one is busy, or has not voted in time."""
+        """The votes of all processes, collected by process 0; None if one is busy, or has not voted in time."""
         if not coordination.is_initialized():
             return [vote]
-        self._vote(step, vote)
-        size, until = coordination.process_info()[1], time.monotonic() + AGREE_SECONDS
-        while time.monotonic() < until and not self._closed.is_set():
-            votes = coordination.read_dir(f"memory/{self.job.start}/{step}/")
-            if "busy" in votes.values():
-                return None
-            if len(votes) == size:
-                return list(votes.values())
-            time.sleep(LOOK)
+        self._publish(step, str(self.job.rank), vote)
+        path, size, until = f"memory/{self.job.start}/{step}/", len(self.job.names), time.monotonic() + AGREE_SECONDS
+        if self.job.rank == 0:
+            votes: dict[str, str] = {}
+            while len(votes) < size and BUSY not in votes.values() and time.monotonic() < until and not self._closed.wait(LOOK):
+                votes = coordination.read_dir(path)
+            result = list(votes.values()) if len(votes) == size and BUSY not in votes.values() else None
+            self._publish(step, ALL, json.dumps(result))
+            return result
+        while time.monotonic() < until + EXTRA_SECONDS and not self._closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                return json.loads(coordination.get(f"{path}{ALL}", 1.0))
         return None
 
-    def _vote(self, step: int, vote: str) -> None:
+    def _vote_busy(self, step: int) -> None:
+        """Vote against a step, since an earlier one is still being written."""
         if coordination.is_initialized():
-            coordination.put(path := f"memory/{self.job.start}/{step}/{self.job.rank}", vote)
-            self._voted.append(path)
-            if len(self._voted) > 4:  # all have read it long ago
-                coordination.delete(self._voted.pop(0))
+            self._publish(step, str(self.job.rank), BUSY)
+            if self.job.rank == 0:
+                self._publish(step, ALL, json.dumps(None))
+
+    def _publish(self, step: int, name: str, text: str) -> None:
+        coordination.put(path := f"memory/{self.job.start}/{step}/{name}", text)
+        self._published.append(path)
+        if len(self._published) > 8:  # all have read it long ago
+            coordination.delete(self._published.popleft())
 
     def _log_once(self, text: str, kind: str = "") -> None:
         if (kind or text) not in self._logged and len(self._logged) < 10:
