@@ -1,10 +1,10 @@
 """Seconds from the start of `fit` to its first step, with and without compiled programs in the cache.
 
-    python benchmarks/compile_cache.py --rounds 5     # writes benchmarks/results/compile_cache.md
-    python benchmarks/compile_cache.py --rounds 1 --depth 2 --print
+    python benchmarks/compile_cache.py --rounds 3     # writes benchmarks/results/compile_cache.md
+    python benchmarks/compile_cache.py --rounds 1 --depth 4 --print
 
-Each run is a fresh process, and trains the GPT of examples/gpt.py for two steps under a layout on 8 simulated devices, evaluates it, and
-predicts. In a round, the arms follow one another: without a cache, with an empty one, and with the one that the run before has filled.
+Each run is a fresh process, trains the GPT of examples/gpt.py for two steps under a layout on 8 simulated devices, and evaluates it.
+In a round, the arms follow one another: without a cache, with an empty one, and with the one that the run before has filled.
 """
 
 import argparse
@@ -60,7 +60,9 @@ def in_new_process(folder: str | bool, options: dict[str, Any]) -> dict[str, Any
     command = [sys.executable, __file__, "--child", json.dumps([folder, options])]
     variables = environment | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    measured = json.loads(done.stdout.splitlines()[-1])
+    print(measured, file=sys.stderr, flush=True)
+    return measured
 
 
 def measure(rounds: int, options: dict[str, Any]) -> list[str]:
@@ -88,6 +90,7 @@ def measure(rounds: int, options: dict[str, Any]) -> list[str]:
     lines += ["", "| seconds until the first step, in a round | median (smallest to largest) |", "|---|---|"]
     lines += [f"| filled cache / no cache | {ratio('warm', 'off')} |", f"| empty cache / no cache | {ratio('cold', 'off')} |", ""]
     rest = "The rest of the time is tracing, imports that `fit` makes when first called, and the step itself."
+    rest += f" The load average of the machine was {os.getloadavg()[0]:.0f} at the end: other programs ran beside these."
     return [*lines, f"The cache has {size[0]} programs, {size[1] / 1e6:.2f} MB. {rest}", ""]
 
 
@@ -95,8 +98,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layout", default="fsdp")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--print", action="store_true", help="write no file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -104,7 +107,8 @@ def main() -> None:
         print(json.dumps(run(*json.loads(args.child))))
         return
     options = {"layout": args.layout, "width": args.width, "depth": args.depth}
-    command = f"python benchmarks/compile_cache.py --rounds {args.rounds} --layout {args.layout} --width {args.width} --depth {args.depth}"
+    changed = "".join(f" --{name} {value}" for name, value in options.items() if value != parser.get_default(name))
+    command = f"python benchmarks/compile_cache.py --rounds {args.rounds}{changed}"
     lines = reported.head("The compilation cache", command, "jax", "flax", "optax")
     lines += reported.print_sections([measure(args.rounds, options)])
     if not args.print:

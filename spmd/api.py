@@ -29,16 +29,18 @@ from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_step_memory
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
-from spmd.resume import CHANGED_DATA, open_store, start, wants_resume
+from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
+from spmd.run.goodput import COMPILING, Goodput
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule, check_length
-from spmd.run.signals import SIGTERM_REASON
+from spmd.run.signals import SIGTERM_REASON, interruptible
+from spmd.run.time_account import TimeAccount
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
@@ -58,6 +60,7 @@ class Result:
       history: metrics of every step and evaluation of this call; `History` says how long runs are summarised.
       stop_reason: why the run stopped early, or None.
       trainer: the `Trainer` that ran it.
+      goodput: seconds of the run by phase (`spmd.run.goodput.Goodput`); None for a trial of a sweep.
       compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
         trial of a sweep.
 
@@ -75,6 +78,7 @@ class Result:
     history: History
     stop_reason: str | None
     trainer: Trainer
+    goodput: Goodput | None = None
     compilations: Compilations | None = None
 
     @functools.cached_property
@@ -103,6 +107,7 @@ class Result:
         return export(self.trainer, self.state, folder, **options)
 
 
+@interruptible()
 def fit(
     model: Any,
     data: Any,
@@ -189,8 +194,9 @@ def fit(
       3.0
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
-    join()
     config = as_checkpoint(checkpoint)
+    account = TimeAccount.open(None if config is None else Path(config.path))
+    join()
     folder = choose_folder(compile_cache, None if config is None else config.path)
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         folder = agree_on_folder(folder)
@@ -200,6 +206,7 @@ def fit(
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
     )
+    trainer.placed.compiling = functools.partial(account, COMPILING)
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
@@ -212,8 +219,10 @@ def fit(
     _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
-        store = open_store(config, opened, resume=wants_resume(resume) or (config is not None and was_restarted()))
-        start_point = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
+        resumes = wants_resume(resume) or (config is not None and was_restarted())
+        store = open_store(config, opened, resume=resumes)
+        memory = open_checkpoints_in_memory(config, store, trainer, opened, resume=resumes)
+        start_point = start(store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA)
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
         outputs, display = _outputs(store, trainer, outputs, display, start_point, room)
@@ -231,8 +240,9 @@ def fit(
             prefetch=prefetch,
             device_data=replicate_arrays(source_data, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
+            memory=memory,
         )
-        loop = Loop(loop_config, start_point)
+        loop = Loop(loop_config, start_point, account)
         opened.pop_all()
     loop.train()
     run = loop.run
@@ -241,7 +251,7 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
-    return Result(run.state, run.history, run.stop_reason, trainer, compilations() - before)
+    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:
@@ -328,11 +338,15 @@ def _outputs(
         with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
             (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
-    step, changes = int(start_point.state.step), start_point.changes
+    step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
     if step:
         # earlier records with a later step belong to the interrupted run
-        write_record(loggers, {"step": step, "event": "resumed", **({"changed": changes} if changes else {})})
-        display.say(f"resumed from step {step}{''.join(f'; {change}' for change in changes)}")
+        more = {"changed": changes} if changes else {}
+        write_record(loggers, {"step": step, "event": "resumed", **more, **({"source": source} if source else {})})
+        text = f"resumed step {step} from {source}" if source else f"resumed from step {step}"
+        display.say(f"{text}{''.join(f'; {change}' for change in changes)}")
+        if source and isinstance(display, NoProgress):
+            logging.getLogger("spmd").warning(text)
     for line in [*trainer.notes(), *([room] if room else [])]:
         display.say(line)
         if isinstance(display, NoProgress) and line.startswith("note:"):

@@ -5,12 +5,14 @@ import dataclasses
 from typing import Any
 
 from spmd.data.work_assignment import Position
-from spmd.distributed.initialize import was_restarted
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.config import StartPoint
-from spmd.run.throughput import Throughput
+from spmd.run.goodput import RESTORING
+from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
+from spmd.run.memory_restore import MemoryState, newest_in_memory
+from spmd.run.time_account import TimeAccount
 from spmd.trainer import Trainer
 
 CHANGED_DATA = "changed_data"  # fit(resume=...): resume although the contents of the data have changed
@@ -45,26 +47,79 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     return store
 
 
-def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> StartPoint:
-    """The starting point of a run: the newest undamaged checkpoint, or step 0 if there is none.
+def open_checkpoints_in_memory(
+    config: Checkpoint | None, store: CheckpointStore | None, trainer: Trainer, opened: contextlib.ExitStack, *, resume: bool
+) -> MemoryCheckpoints | None:
+    """The run's checkpoints in memory, if it makes any. Without `resume`, those of an earlier run in the same folder are forgotten."""
+    if config is None or store is None or config.memory_every is None:
+        return None
+    memory = open_memory(config.memory_folder, store.folder, trainer.abstract_state, resume=resume)
+    if memory is not None:
+        opened.callback(memory.close, remove=False)
+    return memory
+
+
+def _newest(
+    store: CheckpointStore, memory: MemoryCheckpoints | None, meta: dict[str, Any]
+) -> tuple[int | None, dict[int, str], MemoryState | None]:
+    """The newest undamaged step on disk, what is wrong with each newer one, and a state in memory that is newer, if there is one."""
+    latest = store.latest()
+    in_memory = None if memory is None else newest_in_memory(memory, meta, after=-1 if latest is None else latest)
+    if in_memory is not None:
+        return latest, {}, in_memory  # a later save finds out whether the disk's is damaged
+    step, damaged = store.newest_intact()
+    if memory is not None and damaged:
+        in_memory = newest_in_memory(memory, meta, after=-1 if step is None else step)
+    return step, damaged, in_memory
+
+
+def start(
+    store: CheckpointStore | None,
+    trainer: Trainer,
+    meta: dict[str, Any],
+    account: TimeAccount,
+    memory: MemoryCheckpoints | None = None,
+    *,
+    changed_data: bool,
+) -> StartPoint:
+    """The starting point of a run: the newest state in memory or undamaged checkpoint on disk, or step 0 if there is none.
 
     Raises:
       CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
     """
-    step, damaged = store.newest_intact() if store is not None else (None, {})
-    if store is not None and step is None and damaged:
+    with account(RESTORING):
+        start_point = None if store is None else _restore(store, trainer, meta, account, memory, changed_data=changed_data)
+    if start_point is None:
+        account.resume(None)
+        return StartPoint(trainer.init())
+    return start_point
+
+
+def _restore(
+    store: CheckpointStore,
+    trainer: Trainer,
+    meta: dict[str, Any],
+    account: TimeAccount,
+    memory: MemoryCheckpoints | None,
+    *,
+    changed_data: bool,
+) -> StartPoint | None:
+    """The newest state as the starting point; None if there is none."""
+    on_disk, damaged, in_memory = _newest(store, memory, meta)
+    if on_disk is None and in_memory is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
         fix = f"use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
         text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
         raise CheckpointError(f"{text}\n", fix=fix, problems=problems)
-    if store is None or step is None:
-        return StartPoint(trainer.init())
-    saved = store.meta(step)
+    step = on_disk if in_memory is None else in_memory.step
+    if step is None:
+        return None
+    saved = store.meta(step) if in_memory is None else in_memory.meta
     with store.naming_errors(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
-        throughput = Throughput(saved.get("pace") if was_restarted() else None)  # a run resumed by hand may have paused for days
+        account.resume(saved.get("pace"))
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
     unhashed = [] if hashed else [name for name in now if name.startswith("contents")]
@@ -78,11 +133,15 @@ def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any],
     changes += ["the layout has changed"] if layout != meta["layout"] else []
     changes += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unhashed else []
     trainer.placed.release()  # so that the restored state finds their memory free
-    state, comm_changes = trainer.load(store, step)
+    state, comm_changes = trainer.load(store, step) if in_memory is None else (in_memory.build(), [])
     if changed_data:
         changes += [f"{name} of the data have changed" for name in problems]
     else:  # raised last: if the model has changed too, that error is more useful
         fix = f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this data.'
         raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
     store.move_damaged(damaged)  # only now is it certain that the run resumes
-    return StartPoint(state, position, callbacks, [*changes, *comm_changes], throughput, owes)
+    source = ""
+    if in_memory is not None:
+        than_disk = "there is none on disk" if on_disk is None else f"{step - on_disk} steps after the newest checkpoint on disk"
+        source = f"memory ({in_memory.source}), {than_disk}"
+    return StartPoint(state, position, callbacks, [*changes, *comm_changes], owes, source)

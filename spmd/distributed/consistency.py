@@ -55,20 +55,29 @@ def check_consistency(facts: Mapping[str, str], timeout: float = 300.0) -> None:
         raise ClusterError(f"the processes do not agree: {verdict}", fix="the same script, files, options and environment everywhere.")
 
 
+def gather_texts(text: str, timeout: float = 1800.0) -> list[str]:
+    """The texts of all processes, by rank; all processes call it, in the same order, and get the same.
+
+    Raises:
+      RendezvousTimeout: some process did not call it in time.
+    """
+    if not coordination.is_initialized():
+        return [text]
+    path, (rank, size, _) = f"gather/{next(_call_numbers)}", coordination.process_info()
+    coordination.put(f"{path}/{rank}", text)
+    try:
+        return [coordination.get(f"{path}/{other}", timeout) for other in range(size)]
+    except TimeoutError as error:
+        raise RendezvousTimeout(f"a process did not arrive within {timeout:g} s: {error}.", fix="the log of that process.") from None
+
+
 def first_nonempty(text: str, timeout: float = 1800.0) -> str:
     """The first text that is not "", by rank; all processes call it, in the same order, and get the same.
 
     Raises:
       RendezvousTimeout: some process did not call it in time.
     """
-    if not coordination.is_initialized():
-        return text
-    path, (rank, size, _) = f"first/{next(_call_numbers)}", coordination.process_info()
-    coordination.put(f"{path}/{rank}", text)
-    try:
-        return next((each for each in [coordination.get(f"{path}/{other}", timeout) for other in range(size)] if each), "")
-    except TimeoutError as error:
-        raise RendezvousTimeout(f"a process did not arrive within {timeout:g} s: {error}.", fix="the log of that process.") from None
+    return next((each for each in gather_texts(text, timeout) if each), "")
 
 
 def raise_everywhere(action: Callable[[], Result], error: type[SpmdError], failure: str) -> Result:

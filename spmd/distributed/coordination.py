@@ -99,6 +99,11 @@ def read_dir(path: str) -> dict[str, str]:
     return {key.removeprefix(root): text for key, text in _client().key_value_dir_get(root)}
 
 
+def delete(path: str) -> None:
+    """Remove a text."""
+    _client().key_value_delete(ROOT + path)
+
+
 def shutdown() -> None:
     """Wait at JAX's barrier until all processes are done, then stop the service."""
     jax.distributed.shutdown()

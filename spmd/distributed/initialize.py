@@ -1,6 +1,7 @@
 """`join`: connect this process to the others, before JAX looks for devices."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import socket
@@ -79,9 +80,38 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTim
     return world
 
 
+def job_token() -> str:
+    """The secret of this job's processes; "" if there is none, or only one process."""
+    return "" if _joined is None else _joined.token
+
+
 def was_restarted() -> bool:
     """Whether `spmd launch` or SLURM has started this process again after a failure or a requeue: a run resumes from its checkpoint."""
     return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
+
+
+def was_requeued() -> bool:
+    """Whether a scheduler has started the launcher itself again, so that earlier attempts had another launcher."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def attempt_times() -> list[float]:
+    """Seconds since 1970, from `spmd launch`: its start, then start and end of each attempt, and the start of this one. Empty without it.
+
+    An attempt ends with its first failure, as far as that is known, or with its last process.
+    """
+    try:
+        return [float(word) for word in os.environ.get("SPMD_TIMES", "").split()]
+    except ValueError:
+        return []
+
+
+def grace_seconds() -> float:
+    """Seconds to save and exit after SIGTERM, from `spmd launch --grace`; infinity where that is not known."""
+    try:
+        return float(os.environ.get("SPMD_GRACE", "inf"))
+    except ValueError:
+        return math.inf
 
 
 def shrink_factor() -> int:

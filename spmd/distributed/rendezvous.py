@@ -6,7 +6,6 @@ about itself, and all get the same answer: what is wrong, or the address (with a
 nothing else, and are closed before training.
 """
 
-import contextlib
 import dataclasses
 import hmac
 import json
@@ -19,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.distributed.detect_cluster import World, free_port, join_address, resolve_address
+from spmd.distributed.messages import MAX_LINE_BYTES, proof_of, receive_message, send_message
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
-MAX_LINE_BYTES = 65536
 MAX_SILENT = 64  # connections, besides one for each process, that may be open without a message
 LOG_SECONDS = 10.0  # between two log lines about missing processes
 LINGER = 5.0  # seconds that process 0 still answers late processes after a failure
@@ -127,7 +126,7 @@ class _Server:
         return f"; {self.rejected} connections did not know this job's token" if self.rejected else ""
 
     def _answer(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        _send(connection, {**message, "proof": _proof(self.world.token, f"answer {self.nonces[connection]}", message)})
+        send_message(connection, {**message, "proof": proof_of(self.world.token, f"answer {self.nonces[connection]}", message)})
 
     def _refuse(self) -> None:
         """Send the problem to all connected processes, and to those that connect in the next seconds."""
@@ -190,7 +189,7 @@ class _Server:
         try:
             message = json.loads(line)
             proof, nonce = str(message.pop("proof")), str(message.pop("nonce"))
-            proved = hmac.compare_digest(proof.encode(), _proof(self.world.token, nonce, message).encode())
+            proved = hmac.compare_digest(proof.encode(), proof_of(self.world.token, nonce, message).encode())
             facts = {printable(str(name), 100): printable(str(value), 300) for name, value in message["facts"].items()}
             info = ProcessInfo(int(message["rank"]), int(message["size"]), printable(str(message["name"]), 300), facts)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -233,12 +232,14 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
             )
         try:
             with socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0)) as connection:
-                _send(connection, {**message, "nonce": nonce, "proof": _proof(world.token, nonce, message)})
-                answer = _receive(connection, began + timeout + LINGER)  # process 0 knows who is missing, and answers at its own timeout
+                send_message(connection, {**message, "nonce": nonce, "proof": proof_of(world.token, nonce, message)})
+                answer = receive_message(
+                    connection, began + timeout + LINGER
+                )  # process 0 knows who is missing, and answers at its own timeout
         except OSError:
             answer = None
         proof = str(answer.pop("proof", "")) if answer is not None else ""
-        if not hmac.compare_digest(proof.encode(), _proof(world.token, f"answer {nonce}", answer or {}).encode()):
+        if not hmac.compare_digest(proof.encode(), proof_of(world.token, f"answer {nonce}", answer or {}).encode()):
             answer = None  # from a process that does not know the token
         if answer is not None and "go" in answer:
             return str(answer["go"])
@@ -248,30 +249,3 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
         if time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()
             log(f"waiting for process 0 at {world.address} ({logged_at - began:.0f} s of {timeout:g})")
-
-
-def _proof(token: str, nonce: str, message: dict[str, Any]) -> str:
-    """Proves that the sender knows the token, which is never sent; because of the nonce it is valid for one exchange only."""
-    return hmac.new(token.encode(), f"{nonce} {json.dumps(message, sort_keys=True)}".encode(), "sha256").hexdigest()
-
-
-def _receive(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
-    """One line of JSON; None if there was none, after which the caller connects again."""
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(deadline - time.monotonic(), 0.01))
-        part = connection.recv(MAX_LINE_BYTES)
-        if not part or len(line) > MAX_LINE_BYTES:
-            return None
-        line += part
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.settimeout(5.0)
-    with contextlib.suppress(OSError):  # the peer is gone
-        connection.sendall(json.dumps(message).encode() + b"\n")

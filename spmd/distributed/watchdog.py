@@ -31,8 +31,10 @@ from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
 POLL_SECONDS = 0.25  # between two polls, with up to 500 processes
 EXIT_SECONDS = 3.0  # the longest that a failing process, and process 0, which hosts the service, stays so that others can read the error
+SIGTERM_REASON = "asked to end"  # why a run stopped that has received SIGTERM
 STOP_TIMEOUT = 30.0  # seconds for all processes to report at which step they can stop
 PEER_DONE_TIMEOUT = 10.0  # seconds without progress after another process has finished its script: it will not join the collective
+NOTHING_TO_SAVE = "before there was anything to save"
 MAX_ERROR_CHARS = 4000  # of an error that is published
 STALL_FACTOR = 10.0  # a step stalls only after this multiple of the mean step time, where that is more than the timeout
 
@@ -42,9 +44,12 @@ class Watchdog:
 
     rank = 0
     timeouts = StallTimeouts()  # nothing watches a single process
+    leaves_together = False  # whether `leave` ends this process
 
     def __init__(self) -> None:
         self.stop_reason, self.run_started = "", False
+        self.has_trained = False  # whether this run has made a step, which can be saved
+        self._leaving = False  # whether this process has received SIGTERM and had nothing to save
         self.requested_stop_reason = ""  # of a requested stop, even if the run has not acted on it
         self.batches_taken: dict[int, int] = {}  # by the number of the iterator (`distributed/uneven_batches.py`)
         self.data_wait_seconds = 0.0  # seconds that the run has waited for data
@@ -55,6 +60,7 @@ class Watchdog:
     def begin_run(self, step: int) -> None:
         """A run starts, or resumes, at a step."""
         self.stop_reason, self.requested_stop_reason, self.run_started, self.local_stop_reason = "", "", True, None
+        self.has_trained = False
         if self.rank == 0:
             report_to_launcher("began", {"step": step}, overwrite=False)
         self.record_progress("compile", step)
@@ -96,6 +102,11 @@ class Watchdog:
         """Ask the run to stop, for example on a signal, or from a callback that only this process runs."""
         self.stop_reason = self.requested_stop_reason = self.requested_stop_reason or reason
 
+    def leave(self) -> None:
+        """This process has received SIGTERM and has nothing to save; say so. All exit with code 143."""
+        self._leaving, text = True, f"{NOTHING_TO_SAVE}: this process ends with code {TERMINATED}"
+        os.write(2, f"spmd: it received SIGTERM in {self.phase}, {text}\n".encode())  # a signal may interrupt print itself
+
     def should_stop(self, step: int, batch: int = 0) -> bool:
         """Whether a run that was asked to stop does so here: after this step, or before this batch of the evaluation after it."""
         del step, batch
@@ -118,6 +129,8 @@ class Watchdog:
 
 class ClusterWatchdog(Watchdog):
     """The watchdog of one of several processes."""
+
+    leaves_together = True
 
     def __init__(self, rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None]):
         super().__init__()
@@ -210,6 +223,8 @@ class ClusterWatchdog(Watchdog):
                 if run == self._run_count:
                     # first: a run that sees it does not pass the mark until the mark is published
                     self.stop_reason = self.requested_stop_reason = messages[current]
+                    if messages[current] == SIGTERM_REASON and not self.has_trained:
+                        self._leaving = True  # it compiles, perhaps for minutes
                 self._mark = self._newest_point
                 coordination.put(f"stop/{run}/{self.rank}", json.dumps(self._mark))
                 self._acknowledged_runs = run
@@ -223,6 +238,13 @@ class ClusterWatchdog(Watchdog):
             super().report_failure(error, code)
             self._publish_failure(format_error(error))
             self._exit(code)
+
+    def _leave_all(self) -> None:
+        """Publish that this process was asked to end, and has nothing to save; all exit."""
+        with self._exiting:
+            self._force_exit_after(2 * EXIT_SECONDS, TERMINATED)
+            coordination.put(f"now/leave/{self.rank}", "")
+            self._exit(TERMINATED)
 
     def _publish_failure(self, text: str) -> None:
         record = {"host": socket.gethostname(), "phase": self.phase, "step": self.step, "error": text[:MAX_ERROR_CHARS]}
@@ -265,7 +287,10 @@ class ClusterWatchdog(Watchdog):
                 beat = {"phase": phase, "step": step, "since": round(time.monotonic() - progress_at, 2), "at": time.time()}
                 beat |= {"taken": dict(self.batches_taken), "waited": self.data_wait_seconds}
                 coordination.put(f"beat/{self.rank}", json.dumps(beat))
-                self._handle_messages(coordination.read_dir("now/"))
+                messages = coordination.read_dir("now/")
+                if self._leaving:
+                    self._leave_all()
+                self._handle_messages(messages)
                 if self.rank == 0 and phase == "step" and self._stragglers.due():
                     beats = {int(rank): json.loads(text) for rank, text in coordination.read_dir("beat/").items()}
                     for line in self._stragglers.warnings(beats):
@@ -307,6 +332,11 @@ class ClusterWatchdog(Watchdog):
                     when = f"at step {int(record['step'])} ({printable(record['phase'], 20)})"
                     self._log(f"{where} failed {when}: {printable(record['error'])}")
                 self._exit(PEER, wait=False)
+        if leaving := sorted(key.removeprefix("leave/") for key in messages if key.startswith("leave/")):
+            with self._exiting:
+                self._force_exit_after(2 * EXIT_SECONDS, TERMINATED)
+                self._log(f"process {', '.join(leaving)} received SIGTERM {NOTHING_TO_SAVE}; this process ends with code {TERMINATED}")
+                self._exit(TERMINATED, wait=False)
         done = sorted(int(key.removeprefix("done/")) for key in messages if key.startswith("done/"))
         if done and self.rank not in done:
             self._check_peer_done(f"process {', '.join(map(str, done))} has finished its script")

@@ -217,13 +217,16 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     """
     import jax
     import numpy as np
+    from flax import nnx
 
     from spmd.data.batches import check_batch
     from spmd.data.tokenize import Tokenizer
     from spmd.losses import next_token
     from spmd.mesh import MeshSpec, make_mesh
+    from spmd.models.lora import add_adapters
     from spmd.pretrained.adapter_config import AdapterConfig
-    from spmd.pretrained.adapters import check_only_adapters
+    from spmd.pretrained.adapters import adapted_modules, check_only_adapters
+    from spmd.pretrained.architectures import find
     from spmd.pretrained.decoder_config import DecoderConfig
     from spmd.pretrained.folders import ADAPTER_CONFIG, CONFIG, Outline, has_adapters_alone, read_config
     from spmd.pretrained.safetensors_files import open_files
@@ -257,6 +260,13 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     placed.resolved  # noqa: B018  # compares adapters, and what trains, with the model
     if layout.adapters and not options.merge:
         check_only_adapters(placed.abstract_variables.params, "--merge writes all weights; or a [train] that leaves these out.")
+
+        def adapted() -> nnx.Module:
+            module = find(config, path).factory()
+            add_adapters(module, layout.adapters, nnx.Rngs(0))
+            return module
+
+        adapted_modules(outline.name_map, nnx.eval_shape(adapted), "--merge")
     return length
 
 

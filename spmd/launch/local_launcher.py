@@ -8,8 +8,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from spmd.distributed.detect_cluster import free_port, visible_gpus
 from spmd.errors import OptionError
@@ -17,6 +18,7 @@ from spmd.launch.process_group import ProcessGroup, Stoppable, start_processes
 from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.validation import check_script_is_named
+from spmd.run.memory_folder import is_memory_folder, remove_unused
 
 MOST = 256  # processes on one machine
 
@@ -81,32 +83,49 @@ def launch(argv: Sequence[str], config: LocalConfig, log: Callable[[str], None])
       0, or the exit code of the process that failed first.
     """
     check_script(argv)
-    return run_with_restarts(lambda number: _attempt(argv, config, number), config.settings.max_restarts, log)
+    in_memory: set[str] = set()
+    code = run_with_restarts(lambda times: _attempt(argv, config, times, in_memory), config.settings.max_restarts, log)
+    remove_memory_folders(in_memory)
+    return code
 
 
-def _attempt(argv: Sequence[str], config: LocalConfig, number: int) -> Attempt:
-    """Run all processes once."""
+def _attempt(argv: Sequence[str], config: LocalConfig, times: Sequence[float], in_memory: set[str]) -> Attempt:
+    """Run all processes once; add their folders of checkpoints in memory."""
     with report_folder() as folder:
-        commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, number, folder).items()}
+        commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, times, folder).items()}
         group = ProcessGroup({})
         with forward_signals(group, group.signal), start_processes(commands, rank_prefix(config.count), group=group):
             codes = group.wait(config.settings.grace)
-        return summarize_attempt(read_records(folder), codes, group.first, group.stop_signal)
+        records = read_records(folder)
+        in_memory |= memory_folders(records)
+        return summarize_attempt(records, codes, group.first, group.stop_signal, group.failed_at)
 
 
-def process_environments(config: LocalConfig, number: int, folder: Path) -> dict[int, dict[str, str]]:
+def memory_folders(records: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The folders of checkpoints in memory that processes have reported."""
+    return {str(record.get("folder")) for record in records if str(record["name"]).startswith("memory.")}
+
+
+def remove_memory_folders(folders: Iterable[str]) -> None:
+    """Remove folders of checkpoints in memory that no process uses, after the last attempt. A run that ends well has removed its."""
+    for folder in map(Path, folders):
+        if is_memory_folder(folder):
+            remove_unused(folder)
+
+
+def process_environments(config: LocalConfig, times: Sequence[float], folder: Path) -> dict[int, dict[str, str]]:
     """The environment of each process, by rank.
 
     Args:
       config: the processes.
-      number: of attempts before this one.
+      times: of the attempts, as `restart_policy.run_with_restarts` gives them; empty if there are no attempts.
       folder: where they leave their records.
     """
     count, gpus = config.count, config.gpus
     shared = {
         **os.environ,
         **config.settings.environment(),
-        **attempt_environment(number),
+        **attempt_environment(times),
         "SPMD_PROCESSES": str(count),
         "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
         "SPMD_REPORT": str(folder),
@@ -115,9 +134,11 @@ def process_environments(config: LocalConfig, number: int, folder: Path) -> dict
     return {rank: shared | rank_environment(rank, rank, count, gpus) for rank in range(count)}
 
 
-def attempt_environment(number: int) -> dict[str, str]:
-    """Variables of all processes of an attempt, which has a new token; `number` of attempts were before it."""
-    return {"SPMD_TOKEN": secrets.token_hex(16), "SPMD_ATTEMPT": str(number), "PYTHONUNBUFFERED": "1"}
+def attempt_environment(times: Sequence[float]) -> dict[str, str]:
+    """Variables of all processes of an attempt, which has a new token; `times` as for `process_environments`."""
+    number = max(len(times) - 2, 0) // 2
+    variables = {"SPMD_TOKEN": secrets.token_hex(16), "SPMD_ATTEMPT": str(number), "PYTHONUNBUFFERED": "1"}
+    return {**variables, "SPMD_TIMES": " ".join(f"{seconds:.3f}" for seconds in times)}
 
 
 def rank_environment(rank: int, local_rank: int, local_size: int, gpus: Sequence[str]) -> dict[str, str]:

@@ -40,11 +40,13 @@ class ProcessGroup:
       processes: by rank.
       stop_signal: the signal that asked all of them to stop, if any.
       first: exit codes of those that ended first, once all have ended.
+      failed_at: when the first one had failed, in seconds since 1970; None if none has.
     """
 
     processes: dict[int, subprocess.Popen]
     stop_signal: int | None = None
     first: dict[int, int] = dataclasses.field(default_factory=dict)
+    failed_at: float | None = None
     owner: int = dataclasses.field(default_factory=os.getpid, repr=False)
 
     def signal(self, number: int) -> None:
@@ -86,6 +88,7 @@ class ProcessGroup:
             elif deadline is None and self.stop_signal is None and any(codes.values()):
                 failed = {code for code in codes.values() if code}
                 deadline, first = time.monotonic() + (KILLED if failed == {-signal.SIGKILL} else SETTLE), codes
+                self.failed_at = time.time()
             if deadline is not None and time.monotonic() > deadline:
                 (self.signal if send is None or killed else send)(signal.SIGKILL)
                 killed = True

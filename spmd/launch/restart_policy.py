@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ class Attempt:
       first: exit codes of the processes that ended first.
       unreported_cause: rank and description of a process that caused the failures without a report (`failure_cause`), or None.
       saved: the step that was saved after a request to stop; None if unknown.
+      failed_at: when the first process failed, in seconds since 1970; None if that is not known.
       fewer: whether it ran on fewer hosts than configured; options that do not fit those may fit all.
       stop_signal: the signal that asked all processes to stop; None: there was none.
     """
@@ -41,6 +43,7 @@ class Attempt:
     fewer: bool = False
     unreported_cause: tuple[int, str] | None = None
     saved: int | None = None
+    failed_at: float | None = None
 
     @property
     def cause(self) -> str:
@@ -68,7 +71,7 @@ def _ended(rank: int, code: int, saved: int | None = None) -> str:
         return "hosts are missing" if rank == ALL else f"the host of process {rank} is gone"
     who = "the step of srun" if rank == ALL else f"process {rank}"
     if code < 0:
-        return f"{who} ended with signal {-code}"
+        return f"{who} ended with signal {-code}" + (f": it received SIGTERM{_saved(saved)}" if code == -signal.SIGTERM else "")
     return f"{who} ended with code {code}" + (f": it received SIGTERM{_saved(saved)}" if code == TERMINATED else "")
 
 
@@ -88,7 +91,11 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def summarize_attempt(
-    records: Iterable[Mapping[str, Any]], codes: Mapping[int, int], first: Mapping[int, int], stop_signal: int | None = None
+    records: Iterable[Mapping[str, Any]],
+    codes: Mapping[int, int],
+    first: Mapping[int, int],
+    stop_signal: int | None = None,
+    failed_at: float | None = None,
 ) -> Attempt:
     """An attempt, from its processes' records and exit codes; an exit code in a record takes precedence."""
     records = list(records)
@@ -113,23 +120,27 @@ def summarize_attempt(
         stop_signal,
         unreported_cause=unreported_cause,
         saved=steps.get("saved"),
+        failed_at=min((at for at in (failed_at, *(failure.at for failure in failed)) if at is not None), default=None),
     )
 
 
-def run_with_restarts(attempt: Callable[[int], Attempt], most: int, log: Callable[[str], None]) -> int:
+def run_with_restarts(attempt: Callable[[Sequence[float]], Attempt], most: int, log: Callable[[str], None]) -> int:
     """Run all processes, and restart them as long as that may help.
 
     Args:
-      attempt: runs all processes once; called with the number of earlier attempts.
+      attempt: runs all processes once; called with seconds since 1970: when this function was called, start and end of each earlier
+        attempt, and the start of this one.
       most: the most restarts.
       log: called with lines about failures and restarts.
 
     Returns:
       0, or the exit code of the process that failed first.
     """
-    attempts: list[Attempt] = []
+    attempts, times = list[Attempt](), [time.time()]
     while True:
-        last = attempt(len(attempts))
+        times.append(time.time())
+        last = attempt(times)
+        times.append(time.time() if last.failed_at is None else max(times[-1], min(last.failed_at, time.time())))
         if not any(last.codes.values()):
             return 0
         attempts.append(last)
@@ -157,7 +168,7 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
         return "processes that disagree would disagree again"
     if USAGE in codes and not last.fewer:
         return "the error before training would recur"
-    if TERMINATED in codes:
+    if codes & {TERMINATED, -signal.SIGTERM}:
         return f"it was asked to stop{_saved(last.saved)}"
     if len(attempts) > 1 and last.signature is not None and last.signature == attempts[-2].signature:
         return "the same error occurred twice at the same step"

@@ -20,7 +20,7 @@ class Settings:
 
     Example:
       >>> Settings(simulate=4, stall="step=120").environment()
-      {'SPMD_STALL': 'step=120', 'SPMD_SIMULATE': '4', 'JAX_PLATFORMS': 'cpu'}
+      {'SPMD_GRACE': '30', 'SPMD_STALL': 'step=120', 'SPMD_SIMULATE': '4', 'JAX_PLATFORMS': 'cpu'}
     """
 
     simulate: int | None = None
@@ -49,7 +49,7 @@ class Settings:
 
     def environment(self) -> dict[str, str]:
         """The environment variables."""
-        variables = {"SPMD_STALL": self.stall} if self.stall else {}
+        variables = {"SPMD_GRACE": f"{self.grace:g}"} | ({"SPMD_STALL": self.stall} if self.stall else {})
         variables |= {"SPMD_SIMULATE": str(self.simulate), "JAX_PLATFORMS": "cpu"} if self.simulate else {}
         variables |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(self.memory_fraction)} if self.memory_fraction is not None else {}
         return variables | ({} if self.preallocate else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})

@@ -35,11 +35,11 @@ def launch(argv: Sequence[str], settings: Settings, log: Callable[[str], None], 
     check_script(argv)
     if settings.stall and environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES")) == "1":
         raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 tasks.")
-    return run_with_restarts(lambda number: _attempt(argv, settings, number, job, environ, log), settings.max_restarts, log)
+    return run_with_restarts(lambda times: _attempt(argv, settings, times, job, environ, log), settings.max_restarts, log)
 
 
 def _attempt(
-    argv: Sequence[str], settings: Settings, number: int, job: str, environ: Mapping[str, str], log: Callable[[str], None]
+    argv: Sequence[str], settings: Settings, times: Sequence[float], job: str, environ: Mapping[str, str], log: Callable[[str], None]
 ) -> Attempt:
     """Run one step, with all its processes."""
     reports = Path.cwd() / REPORTS
@@ -48,9 +48,9 @@ def _attempt(
     except OSError as error:
         raise OptionError(f"{reports} cannot be created: {error.strerror}.", fix="a writable working folder.") from error
     try:
-        with report_folder(reports, f"{job}.{number}") as folder:
+        with report_folder(reports, f"{job}.{len(times) // 2 - 1}") as folder:
             step_environ = {name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"}  # a task's parent is slurmstepd
-            step_environ |= {**settings.environment(), **attempt_environment(number), "SPMD_REPORT": str(folder)}
+            step_environ |= {**settings.environment(), **attempt_environment(times), "SPMD_REPORT": str(folder)}
             group = ProcessGroup({})
 
             def send(signal_number: int) -> None:
@@ -63,7 +63,7 @@ def _attempt(
                     if not group.ended():  # end the tasks in any case: they are not children of this process
                         send(signal.SIGKILL)
             exit_codes = {rank: _exit_code(code) for rank, code in codes.items()}
-            return summarize_attempt(read_records(folder), exit_codes, exit_codes, group.stop_signal)
+            return summarize_attempt(read_records(folder), exit_codes, exit_codes, group.stop_signal, group.failed_at)
     finally:
         with contextlib.suppress(OSError):  # not empty: it has the folder of another attempt
             reports.rmdir()

@@ -17,7 +17,7 @@ from typing import Any
 
 from spmd.distributed.detect_cluster import free_port, visible_gpus
 from spmd.errors import ClusterError
-from spmd.launch.local_launcher import report_folder, worker_command
+from spmd.launch.local_launcher import remove_memory_folders, report_folder, worker_command
 from spmd.launch.process_group import ProcessGroup, start_processes
 from spmd.launch.restart_policy import read_records
 
@@ -32,7 +32,7 @@ def main(address: str) -> None:
     threading.Thread(target=_read, args=(messages,), daemon=True).start()
     _say("hello", {"host": socket.gethostname(), **_resources(address)})
     while (request := _next(messages)) is not None and "start" not in request:
-        pass  # a keep-alive message
+        remove_memory_folders(request.get("remove", ()))  # none in a keep-alive message
     if request is None:
         return
     with report_folder() as folder:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from spmd.distributed.detect_cluster import join_address
 from spmd.distributed.watchdog import PEER
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
-from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, rank_environment
+from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, memory_folders, rank_environment
 from spmd.launch.process_group import SETTLE, Stoppable
 from spmd.launch.restart_policy import ALL, LOST, Attempt, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
@@ -26,7 +26,8 @@ from spmd.launch.ssh_client import AgentConnection
 from spmd.launch.validation import check_environment_variables
 
 HELLO, LOG_SECONDS = 60.0, 10.0  # seconds for a host to answer, and between two log lines about missing ones
-PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # prefixes of the variables that all hosts get
+REMOVE = 15.0  # seconds for all hosts to answer when checkpoints in memory are to be removed
+PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL", "SPMD_CACHE")  # prefixes of the variables that all hosts get
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 OPTIONS = ("-T", "-x", *(word for option in SSH_OPTIONS for word in ("-o", option)))  # the user's come first, and take precedence
 
@@ -103,11 +104,31 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
     if not argv or Path(config.folder) == Path.cwd():  # another folder may exist on the hosts only
         check_script(argv)
     full_size: list[int] = []  # the number of processes of the first attempt, once known
-    return run_with_restarts(lambda number: _attempt(argv, config, number, full_size, log), config.settings.max_restarts, log)
+    in_memory: dict[Host, set[str]] = {}
+    code = run_with_restarts(lambda times: _attempt(argv, config, times, full_size, in_memory, log), config.settings.max_restarts, log)
+    if code and in_memory:
+        _remove_memory(config, in_memory)
+    return code
 
 
-def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: list[int], log: Callable[[str], None]) -> Attempt:
-    """Run all processes once, on the hosts that answer."""
+def _remove_memory(config: SshConfig, in_memory: Mapping[Host, set[str]]) -> None:
+    """Let the agents remove checkpoints in memory, on the hosts that answer soon; elsewhere they stay until another run finds them."""
+    deadline = time.monotonic() + REMOVE
+    with _connect(dataclasses.replace(config, hosts=tuple(in_memory))) as agents:
+        for agent in agents:
+            if "hello" in (agent.hear(max(0.0, deadline - time.monotonic())) or {}):
+                agent.send({"remove": sorted(in_memory[agent.host])})
+
+
+def _attempt(
+    argv: Sequence[str],
+    config: SshConfig,
+    times: Sequence[float],
+    full_size: list[int],
+    in_memory: dict[Host, set[str]],
+    log: Callable[[str], None],
+) -> Attempt:
+    """Run all processes once, on the hosts that answer; add the folders of checkpoints in memory on each host."""
     with _connect(config) as agents, forward_signals(group := RemoteProcessGroup(agents, log), group.wish):
         ready = _ready_connections(agents, group, config, log, first=not full_size)
         required = len(config.hosts) if config.least is None or not full_size else config.least  # at first all, since a name may be wrong
@@ -118,7 +139,7 @@ def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: lis
         full_size[:] = full_size or [len(processes)]
         if len(ready) < len(agents):
             log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(agent.host.name for agent in ready)}")
-        shared = config.environment() | attempt_environment(number) | {"SPMD_FULL": str(full_size[0])}
+        shared = config.environment() | attempt_environment(times) | {"SPMD_FULL": str(full_size[0])}
         shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": join_address(hello["address"], hello["port"])}
         for agent in ready:
             environments = {rank: processes[rank] for rank in agent.ranks}
@@ -128,6 +149,8 @@ def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: lis
             agent.send({"start": start})
         group.agents = ready
         codes = group.wait(config.settings.grace)
+        for host, folders in group.in_memory.items():
+            in_memory.setdefault(host, set()).update(folders)
         return dataclasses.replace(summarize_attempt(group.records, codes, group.first, group.stop_signal), fewer=len(ready) < len(agents))
 
 
@@ -231,6 +254,7 @@ class RemoteProcessGroup:
       stop_signal: the signal that asked all to stop, if any.
       first: exit codes of the processes that ended first.
       records: what processes have left for the launcher.
+      in_memory: folders of checkpoints in memory, by host.
     """
 
     def __init__(self, agents: Sequence[AgentConnection], log: Callable[[str], None]):
@@ -238,6 +262,7 @@ class RemoteProcessGroup:
         self.stop_signal: int | None = None
         self.first: dict[int, int] = {}
         self.records: list[dict[str, Any]] = []
+        self.in_memory: dict[Host, set[str]] = {}
         self._wishes: collections.deque[int] = collections.deque()
 
     def wish(self, number: int) -> None:
@@ -289,5 +314,7 @@ class RemoteProcessGroup:
             self.first |= {} if by_us else lost
             return lost
         self.records += message["ended"]["records"]
+        if folders := memory_folders(message["ended"]["records"]):
+            self.in_memory[agent.host] = folders
         self.first |= {} if by_us else {int(rank): code for rank, code in message["ended"]["first"].items() if code}
         return {int(rank): code for rank, code in message["ended"]["codes"].items()}

@@ -102,7 +102,7 @@ class WorkerPool:
         child_ends: dict[int, socket.socket] = {}
         try:
             commands = {}
-            for rank, environment in process_environments(config, 0, self._folder).items():
+            for rank, environment in process_environments(config, (), self._folder).items():
                 self._connections[rank], child_ends[rank] = socket.socketpair()
                 self._connections[rank].setblocking(False)
                 words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].fileno())]

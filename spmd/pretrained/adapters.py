@@ -148,12 +148,7 @@ def save_adapters(
         )
         raise OptionError(why, fix=f"{saved}, which writes the classifier, too.")
     by_name = _map_of(module, name_map)
-    chosen = [found for found in modules_of(by_name, module) if found.layer in adapters]
-    problems = [Problem(found.name, [found.refused], path=found.layer) for found in chosen if found.refused]
-    known = {found.layer for found in chosen}
-    problems += [Problem(path, ["the name map maps its kernel to no tensor."], path=path) for path in adapters if path not in known]
-    fix = "save(merged=True) writes the model with all adapters merged into its weights."
-    raise_problems(PretrainedError, f"adapters cannot be written in PEFT's format; {fix}", _once(problems))
+    chosen = adapted_modules(by_name, module, "save(merged=True)")
     arrays = {f"{path}/{matrix}": getattr(layers[path], matrix).get_value() for path in adapters for matrix in NAMES}
     links = []
     for found in chosen:
@@ -205,6 +200,25 @@ def check_only_adapters(params: Tree, fix: str) -> None:
     if others:
         counted = f"{len(others)} trained parameter{'s' * (len(others) > 1)} would be lost"
         raise OptionError(f"{counted}, because files of adapters have adapters alone: {join_names(others)}.", fix=fix)
+
+
+def adapted_modules(name_map: NameMap, module: nnx.Module, otherwise: str) -> list[FileModule]:
+    """The modules of the files that have adapters in a model, which may be abstract.
+
+    Args:
+      otherwise: what writes adapters that PEFT's files have no place for, for the error.
+
+    Raises:
+      PretrainedError: layers with adapters that are no module of the files.
+    """
+    adapters = adapter_paths(module)
+    chosen = [found for found in modules_of(name_map, module) if found.layer in adapters]
+    problems = [Problem(found.name, [found.refused], path=found.layer) for found in chosen if found.refused]
+    known = {found.layer for found in chosen}
+    problems += [Problem(path, ["the name map maps its kernel to no tensor."], path=path) for path in adapters if path not in known]
+    fix = f"{otherwise} writes the model with all adapters merged into its weights."
+    raise_problems(PretrainedError, f"adapters cannot be written in PEFT's format; {fix}", _once(problems))
+    return chosen
 
 
 def _compare_base_model(named: str, module: nnx.Module, folder: Path) -> None:

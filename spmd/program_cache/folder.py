@@ -65,5 +65,5 @@ def distrust(*folders: Path) -> str:
         if found.st_uid not in (os.geteuid(), 0):
             return f"{folder} belongs to another user (id {found.st_uid})"
         if found.st_mode & stat.S_IWOTH:
-            return f"every user can write to {folder}"
+            return f"every user can write to {folder} (chmod o-w changes that)"
     return ""

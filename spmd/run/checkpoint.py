@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import shutil
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent import futures
@@ -48,6 +49,9 @@ class Checkpoint:
       keep: how many of the newest checkpoints to keep.
       best: metric whose best checkpoint is kept as well, such as "eval_accuracy"; None keeps only the newest.
       mode: whether the best value is the "min" or the "max".
+      memory_every: steps between two checkpoints in the memory of the hosts, from which a restarted run resumes where they are newer than
+        those on disk; None: none are made (docs/clusters.md).
+      memory_folder: where these are; None: $SPMD_MEMORY_FOLDER, or /dev/shm.
 
     Example:
       >>> Checkpoint("runs/digits", every=500, best="eval_accuracy", mode="max").keep
@@ -59,6 +63,8 @@ class Checkpoint:
     keep: int = 2
     best: str | None = None
     mode: str = "min"
+    memory_every: int | None = None
+    memory_folder: str | Path | None = None
 
     def __post_init__(self):
         as_path(self.path, "checkpoint")
@@ -66,6 +72,11 @@ class Checkpoint:
             raise OptionError(f'Checkpoint: no mode "{self.mode}".', fix=did_you_mean(self.mode, ("min", "max")))
         check_integer(self.every, "Checkpoint: every", optional=True)
         check_integer(self.keep, "Checkpoint: keep", optional=True)
+        check_integer(self.memory_every, "Checkpoint: memory_every", optional=True)
+        if self.memory_folder is not None:
+            as_path(self.memory_folder, "Checkpoint: memory_folder")
+            if self.memory_every is None:
+                raise OptionError("Checkpoint: memory_folder has no effect without memory_every.", fix="memory_every=20, or leave it out.")
 
 
 def as_checkpoint(value: Any) -> Checkpoint | None:
@@ -115,6 +126,7 @@ class CheckpointStore(CheckpointReader):
         self._copier: StateCopier | None = None
         self._copies: dict[int, State] = {}  # at most one, by step: made, but not handed to the thread yet
         self._bytes = 0  # size of a state, once one is saved
+        self.write_seconds = 0.0  # how long the last checkpoint took to be written; 0 before the first
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         try:
             self._saved = self.latest()
@@ -201,6 +213,7 @@ class CheckpointStore(CheckpointReader):
         if self._saved == step:
             return False
         self.wait()  # for the previous save: its failure must be raised now, not at the end of the run
+        began = time.monotonic()
         self._check_owner()
         self._check_disk_space(state)
         if self._threaded is None:
@@ -213,6 +226,7 @@ class CheckpointStore(CheckpointReader):
         else:
             self._write(state, step, meta, metrics)
             self._written = self._thread.submit(self._finish)
+        self._written.add_done_callback(lambda _: setattr(self, "write_seconds", time.monotonic() - began))
         self._saved = step
         return True
 

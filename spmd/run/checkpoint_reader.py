@@ -172,17 +172,7 @@ class CheckpointReader:
             if meta["format"] not in (WITHOUT_MANIFEST, FORMAT):
                 message = f"the checkpoint of step {step} in {self.folder} has format {meta['format']!r}; this version reads {FORMAT}."
                 raise CheckpointError(message, fix="use the version of spmd that wrote it.")
-            wrong = [
-                name for name, kind in META_TYPES.items() if (name in meta or name in REQUIRED_KEYS) and not isinstance(meta[name], kind)
-            ]
-            best, callbacks = meta.get("best") or ["", "min"], meta.get("callbacks", [])
-            if len(best) != 2 or not isinstance(best[0], str) or best[1] not in ("min", "max"):
-                wrong.append("best")
-            if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) for entry in callbacks):
-                wrong.append("callbacks")
-            wrong += [f"array {path}" for path, text in meta["arrays"].items() if not re.fullmatch(ARRAY_PATTERN, str(text))]
-            if wrong:
-                raise ValueError(f"{META}: {', '.join(wrong[:5])}")
+            check_meta(meta)
         return meta
 
     def restore(
@@ -218,11 +208,11 @@ class CheckpointReader:
             flat = repacking.move(restored.pop(STATE))
             flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
             flat |= {path: resplit_residuals(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
-            params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
+            params = map_paths(lambda path, leaf: take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
             fresh = memory(params) if any(path not in flat for path in arrays) else {}
             flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
             changes = [str(repacking), *changes] if repacking.is_needed and changes else changes
-            return map_paths(functools.partial(_take, flat), wanted), changes
+            return map_paths(functools.partial(take, flat), wanted), changes
 
     def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree, Tree]:
         """Only parameters, batch statistics and frozen parameters, placed as in `wanted`, whatever the optimizer was.
@@ -235,7 +225,7 @@ class CheckpointReader:
             repacking = self._repacking(step, meta, wanted, packing, of="model")
             flat = repacking.move(self._read(step, {STATE: repacking.to_read()})[STATE])
             trees = ((PARAMS, wanted.params), (STATS, wanted.stats), (FROZEN, wanted.frozen))
-            return tuple(map_paths(lambda path, leaf, of=of: _take(flat, f"{of}/{path}", leaf), tree) for of, tree in trees)  # type: ignore[return-value]
+            return tuple(map_paths(lambda path, leaf, of=of: take(flat, f"{of}/{path}", leaf), tree) for of, tree in trees)  # type: ignore[return-value]
 
     def _repacking(self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str) -> Repacking:
         """How to read a state, or only the model's part; raises if it does not fit."""
@@ -280,6 +270,23 @@ class CheckpointReader:
         return {item: dict(restored[item]) for item in wanted}
 
 
+def check_meta(meta: Mapping[str, Any]) -> None:
+    """Check the types of a checkpoint's metadata.
+
+    Raises:
+      ValueError, KeyError: something is malformed or missing.
+    """
+    wrong = [name for name, kind in META_TYPES.items() if (name in meta or name in REQUIRED_KEYS) and not isinstance(meta[name], kind)]
+    best, callbacks = meta.get("best") or ["", "min"], meta.get("callbacks", [])
+    if len(best) != 2 or not isinstance(best[0], str) or best[1] not in ("min", "max"):
+        wrong.append("best")
+    if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) for entry in callbacks):
+        wrong.append("callbacks")
+    wrong += [f"array {path}" for path, text in meta["arrays"].items() if not re.fullmatch(ARRAY_PATTERN, str(text))]
+    if wrong:
+        raise ValueError(f"{META}: {', '.join(wrong[:5])}")
+
+
 def check_run_folder(path: str | Path) -> None:
     """Check that a path is a run's folder.
 
@@ -296,7 +303,7 @@ def check_run_folder(path: str | Path) -> None:
     raise CheckpointError(f"{headline}.")
 
 
-def _take(flat: Mapping[str, Any], path: str, like: Any) -> Any:
+def take(flat: Mapping[str, Any], path: str, like: Any) -> Any:
     """An array by path; one without elements is created, since it is not saved."""
     return flat[path] if like.size else jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 

@@ -11,9 +11,10 @@ from spmd.run.callbacks import Callback
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.history import History
 from spmd.run.loggers import Logger
+from spmd.run.memory_checkpoint import MemoryCheckpoints
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.schedule import RunSchedule
-from spmd.run.throughput import Throughput
+from spmd.run.time_account import TimeAccount
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
 
@@ -41,6 +42,7 @@ class LoopConfig:
     prefetch: int
     device_data: Any = None
     steps_per_call: int = 1
+    memory: MemoryCheckpoints | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +53,16 @@ class StartPoint:
       position: in the data.
       callbacks: (class name, what it saved).
       changes: options that differ from the checkpoint's, and codec state that did not fit, as text.
-      throughput: holds the time spent before.
       owes_evaluation: whether a signal ended the run before an evaluation that was due.
+      source: where it is from, if not from a checkpoint on disk, as text.
     """
 
     state: State
     position: Position = dataclasses.field(default_factory=Position)
     callbacks: list = dataclasses.field(default_factory=list)
     changes: list[str] = dataclasses.field(default_factory=list)
-    throughput: Throughput = dataclasses.field(default_factory=Throughput)
     owes_evaluation: bool = False
+    source: str = ""
 
 
 @dataclasses.dataclass
@@ -76,7 +78,7 @@ class RunState:
     step: int
     position: Position
     epoch: int
-    throughput: Throughput
+    account: TimeAccount
     history: History
     evaluated: dict[str, float] = dataclasses.field(default_factory=dict)
     stop_reason: str | None = None

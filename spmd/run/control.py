@@ -1,6 +1,9 @@
 """When a run stops: at its planned end, when a callback asks, or after a signal. Callbacks reach it through `info`."""
 
+import math
+
 from spmd.distributed import watchdog
+from spmd.distributed.initialize import grace_seconds
 from spmd.run.callbacks import Info, ReadOnlyMetrics, notify
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
@@ -12,6 +15,7 @@ class RunControl:
     def __init__(self, config: LoopConfig, run: RunState):
         self.config, self.run, self.watchdog = config, run, watchdog.current()
         self.last_step, self._notified_stop = config.schedule.steps, False
+        self._signalled_at: float | None = None
 
     def stop(self, reason: str) -> None:
         """Stop after the current step. Every process must call this at the same step; use `ask` where only one process knows."""
@@ -19,6 +23,7 @@ class RunControl:
 
     def ask(self, reason: str) -> None:
         """Stop soon, all processes after the same step."""
+        self._signalled_at = self._signalled_at or self.run.account.now()
         self.watchdog.request_stop(reason)
 
     def stop_at(self, step: int) -> None:
@@ -29,7 +34,14 @@ class RunControl:
         """Whether the run stops here, between two steps, before its planned end."""
         if self.run.stop_reason is None and self.watchdog.should_stop(self.run.step):
             self.run.stop_reason = self.watchdog.stop_reason
+            self._signalled_at = self._signalled_at or self.run.account.now()  # another process has received it
         return self.run.stop_reason is not None
+
+    def seconds_left(self) -> float:
+        """How much is left of the time to save after SIGTERM; infinity if there was none, or the time is not known."""
+        if self.run.stop_reason != SIGTERM_REASON or self._signalled_at is None:
+            return math.inf
+        return grace_seconds() - (self.run.account.now() - self._signalled_at)
 
     def stopped_by_signal(self) -> bool:
         """Whether a signal stops the run: then it must hurry, since the sender follows up with one that cannot be handled."""

@@ -11,12 +11,12 @@ from spmd.train.state import State
 HEADROOM = 1.2  # times the size of a copy that must be free on its device
 
 
-def fits_on_devices(state: State) -> bool:
-    """Whether each device of this process has room for a copy at its peak usage. A device that reports no memory statistics has."""
+def fits_on_devices(state: State, copies: int = 1) -> bool:
+    """Whether each device of this process has room for copies at its peak usage. A device that reports no memory statistics has."""
     needed: collections.Counter[Any] = collections.Counter()
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
-            needed[shard.device] += shard.data.nbytes
+            needed[shard.device] += copies * shard.data.nbytes
     known = [(size, stats) for device, size in needed.items() if "bytes_limit" in (stats := device.memory_stats() or {})]
     return all(HEADROOM * size <= stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0) for size, stats in known)
 

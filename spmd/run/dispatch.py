@@ -37,7 +37,7 @@ class StepDispatcher:
         batches = allow_transfers(batches) if threaded and not config.prefetch else batches
         with prefetch(batches, config.placer, config.prefetch if threaded else 0) as placed:
             ready = uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}") if threaded else placed
-            yield (functools.partial(self._dispatch, batch) for batch in run.throughput.count_waiting(ready))
+            yield (functools.partial(self._dispatch, batch) for batch in run.account.count_waiting(ready, self._metrics.devices_idle))
 
     def needs_no_more_batches(self) -> bool:
         """Whether the last step is made, where each process reads its own batches: asking for one more could block those that have none."""

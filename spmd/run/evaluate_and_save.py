@@ -1,6 +1,8 @@
 """Evaluates the state and saves it: a checkpoint is ranked by the evaluation of its own step."""
 
 import dataclasses
+import logging
+import math
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from spmd.errors import OptionError, did_you_mean
 from spmd.run.callbacks import as_numbers, save_callbacks
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
+from spmd.run.goodput import EVALUATING, SAVING, duration
 from spmd.run.loggers import write_record
 from spmd.run.schedule import Intervals
 from spmd.run.step_metrics import StepMetrics
@@ -29,7 +32,7 @@ class Evaluator:
         self._metrics.drain()
         self.completed_at = run.step
         self._control.watchdog.record_progress("eval", run.step)
-        with run.throughput.not_training(), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
+        with run.account(EVALUATING), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
             results = config.evaluate(run.state, self._control.stops_evaluation)
         self._control.watchdog.record_progress("step", run.step)
         if results is None:
@@ -79,12 +82,34 @@ class Saver:
         if best is not None and results and best not in results:
             raise OptionError(f'Checkpoint: there is no metric "{best}".', fix=did_you_mean(best, results))
         self._control.watchdog.record_progress("save", run.step)
-        with run.throughput.not_training():
+        if store.write_seconds > (left := max(self._control.seconds_left(), 0.0)) and jax.process_index() == 0:
+            why = f"the last checkpoint took {duration(store.write_seconds)} to write, and {duration(left)} are left after SIGTERM"
+            fix = f"spmd launch --grace {math.ceil(2 * store.write_seconds)}"
+            logging.getLogger("spmd").warning("step %d may not be saved in time: %s.\n    fix: %s", run.step, why, fix)
+        with run.account(SAVING):
             run.history.flush()  # before the save: a run that resumes from it finds all earlier steps
             saved = store.save(run.state, run.step, self._meta(), results)
         self._control.watchdog.record_progress("step", run.step)
         if saved:
             self._control.notify("on_checkpoint")
+
+    def save_in_memory(self) -> None:
+        """Start to write a checkpoint of the newest state to the memory of the hosts."""
+        memory, run = self._config.memory, self._run
+        if memory is None:
+            return
+        memory.copy(run.state, run.step)  # first, so that the devices need not wait for the host
+        self._metrics.drain()
+        with run.account(SAVING):
+            run.history.flush()
+            memory.save(run.state, run.step, self._meta())
+
+    def report_memory(self) -> None:
+        """Report, at the end of the run, what was written to memory."""
+        if (memory := self._config.memory) is not None:
+            memory.wait()
+            write_record(self._config.loggers, {"step": self._run.step, "event": "memory", **dataclasses.asdict(memory.counts)})
+            self._config.progress.say(str(memory.counts))
 
     def save_after_error(self, error: BaseException) -> None:
         """Save the newest state and wait until it is on disk; a note of the error says where."""
@@ -102,6 +127,6 @@ class Saver:
             **self._config.meta,
             "position": dataclasses.asdict(run.position),
             "callbacks": save_callbacks(self._config.callbacks, run.step),
-            "pace": run.throughput.to_checkpoint(),
+            "pace": run.account.to_checkpoint(),
             "owes_evaluation": owes,
         }

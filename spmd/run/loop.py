@@ -11,20 +11,22 @@ from spmd.run.config import LoopConfig, RunState, StartPoint
 from spmd.run.control import RunControl
 from spmd.run.dispatch import StepDispatcher
 from spmd.run.evaluate_and_save import Evaluator, Saver
+from spmd.run.goodput import SAVING, TRAINING
 from spmd.run.history import History
 from spmd.run.loggers import close_logger
 from spmd.run.schedule import Intervals, is_due
-from spmd.run.signals import interruptible
+from spmd.run.signals import SIGTERM_REASON, stop_by
 from spmd.run.step_metrics import StepMetrics
+from spmd.run.time_account import TimeAccount
 
 
 class Loop:
     """One run: `config` never changes, `run` is how far it has come, and each part below has one job."""
 
-    def __init__(self, config: LoopConfig, start: StartPoint):
+    def __init__(self, config: LoopConfig, start: StartPoint, account: TimeAccount):
         step, program = int(start.state.step), config.program
         history = History(program.names, program.static_metrics.at)
-        self.run = run = RunState(start.state, step, start.position, start.position.epoch, start.throughput, history)
+        self.run = run = RunState(start.state, step, start.position, start.position.epoch, account, history)
         self._config, self._start, self._first_step = config, start, step
         self._control = control = RunControl(config, run)
         self._watchdog = control.watchdog
@@ -36,14 +38,20 @@ class Loop:
         program.say = program.comparison.say = config.progress.say
         if config.store is not None and jax.process_index() == 0:
             history.write_to(config.store.folder, after=step)
+            account.write_to(config.store.folder)
 
     def train(self) -> None:
         """Train until the planned end, or until a callback or the user stops the run. However it ends, the newest state is saved."""
+        with self.run.account(TRAINING):
+            self._train()
+
+    def _train(self) -> None:
         control, run = self._control, self.run
         try:
             self._watchdog.begin_run(run.step)
             self._config.progress.start(run.step, control.total_steps())
-            with interruptible(control.ask), jax.transfer_guard("disallow"):
+            stop_by(control.ask)
+            with jax.transfer_guard("disallow"):
                 control.notify("on_start")
                 restore_callbacks(self._config.callbacks, self._start.callbacks)
                 if self._start.owes_evaluation:
@@ -56,6 +64,7 @@ class Loop:
                 self._metrics.log()
                 self._metrics.show()
                 self._saver.save()
+                self._saver.report_memory()
                 # a request may have come too late to stop anything
                 run.stop_reason = run.stop_reason or self._watchdog.requested_stop_reason or None
                 control.notify_stop()
@@ -64,6 +73,9 @@ class Loop:
             raise
         self._watchdog.record_progress("save", run.step)
         self._close()
+        if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written
+            run.stop_reason = run.stop_reason or SIGTERM_REASON
+        self._close_memory(remove=True)
         self._watchdog.record_progress("script", run.step)
 
     def _epoch(self) -> None:
@@ -102,6 +114,8 @@ class Loop:
             self._evaluator.evaluate()
         if saves:
             self._saver.save()
+        if is_due(intervals.memory, step):
+            self._saver.save_in_memory()
 
     def _end_of_epoch(self) -> None:
         """What is due at this step and once per epoch; a run that resumes from here begins the next epoch."""
@@ -130,13 +144,24 @@ class Loop:
         finally:  # another Ctrl-C may end the save; the folder must be released all the same
             with contextlib.suppress(Exception):
                 self._close(wait_for_save=not alone)
+            with contextlib.suppress(Exception):
+                self._close_memory(remove=False)
             self._watchdog.record_progress("script", self.run.step)
 
+    def _close_memory(self, *, remove: bool) -> None:
+        """Close the checkpoints in memory, and remove them if the disk has the last step."""
+        if (memory := self._config.memory) is not None:
+            memory.close(remove=remove)
+
     def _close(self, *, wait_for_save: bool = True) -> None:
+        account, progress = self.run.account, self._config.progress
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail
+            closing.callback(lambda: progress.say(repr(account.goodput)))
+            closing.callback(account.close)
             for logger in self._config.loggers:
                 closing.callback(close_logger, logger)
             if self._config.store is not None and wait_for_save:
+                closing.enter_context(account(SAVING))
                 closing.callback(self._config.store.close)
             closing.callback(self.run.history.close)
-            closing.callback(self._config.progress.close)
+            closing.callback(progress.close)

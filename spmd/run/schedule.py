@@ -41,7 +41,7 @@ def is_due(every: int | None, step: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Intervals:
-    """Steps between two evaluations, two checkpoints, and two calls of each callback that reads the state.
+    """Steps between two evaluations, two checkpoints on disk, two in memory, and two calls of each callback that reads the state.
 
     Attributes:
       keeps_best: whether an evaluation decides which checkpoint is the best.
@@ -51,13 +51,14 @@ class Intervals:
     save: int | None
     keeps_best: bool
     callbacks: tuple[int, ...]
+    memory: int | None = None
 
     @classmethod
     def of(cls, schedule: RunSchedule, checkpoint: Checkpoint | None, callbacks: Sequence[Callback]) -> "Intervals":
         """Collected from the options of `fit`."""
         exact = tuple(c.every for c in step_callbacks(callbacks) if (c.exact if c.exact is not None else c.every > 1))
         save, best = (None, None) if checkpoint is None else (checkpoint.every, checkpoint.best)
-        return cls(schedule.eval_every, save, best is not None, exact)
+        return cls(schedule.eval_every, save, best is not None, exact, None if checkpoint is None else checkpoint.memory_every)
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due at this step of an epoch, scheduled or to rank a checkpoint."""
@@ -66,7 +67,7 @@ class Intervals:
     @property
     def all(self) -> list[int]:
         """All intervals that count steps."""
-        return [every for every in (self.evaluate, self.save, *self.callbacks) if every is not None]
+        return [every for every in (self.evaluate, self.save, self.memory, *self.callbacks) if every is not None]
 
     def steps_left(self, step: int) -> list[int]:
         """Steps until each happens next."""

@@ -17,7 +17,8 @@ class StepMetrics:
 
     def __init__(self, config: LoopConfig, run: RunState, control: RunControl):
         self._config, self._run, self._control = config, run, control
-        self._unread: collections.deque[tuple[int, int, jax.Array, list[int]]] = collections.deque()
+        self._unread: collections.deque[tuple[int, int, jax.Array, list[int], float]] = collections.deque()
+        self._calls = 0
         self._window = np.zeros((2, len(config.program.names)))
         self._samples, self._newest = 0, None
         self._newest_step = (run.step, run.position.epoch)
@@ -28,7 +29,11 @@ class StepMetrics:
 
         Metrics are read one step late: the device already has its next step while the host reads this one.
         """
-        self._unread.append((first_step, self._run.position.epoch, packed, rows))
+        self._unread.append((first_step, self._run.position.epoch, packed, rows, self._run.account.now()))
+        self._calls, self._control.watchdog.has_trained = self._calls + 1, True
+        if self._calls == 2:  # the first one after compiling: how long a call takes
+            packed.block_until_ready()
+            self._run.account.call_done(self._unread[-1][-1], seen=True)
         while len(self._unread) >= IN_FLIGHT:
             self.read_oldest()
 
@@ -41,14 +46,19 @@ class StepMetrics:
         """Forget those that are unread."""
         self._unread.clear()
 
+    def devices_idle(self) -> bool:
+        """Whether all dispatched steps are done."""
+        return all(_is_done(packed) for _, _, packed, _, _ in self._unread)
+
     def read_oldest(self) -> None:
         """Fetch the metrics of the oldest unread call; record them and call the callbacks that are due."""
         run, program = self._run, self._config.program
-        first, epoch, packed, rows = self._unread.popleft()
+        first, epoch, packed, rows, dispatched = self._unread.popleft()
+        was_done = _is_done(packed)
         packed = self._fetch(packed)
+        run.account.call_done(dispatched, seen=not was_done)
         packed = packed if packed.ndim == 3 else packed[None]
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
-        run.throughput.step_done()
         run.history.add_steps(first, packed)
         self._samples += sum(rows)
         if first == 1:
@@ -79,7 +89,7 @@ class StepMetrics:
         """Log the means since the last record; the last record of a run may cover fewer steps."""
         step, epoch = self._newest_step
         if self._window[1].any():
-            rates = self._run.throughput.rates(step, self._samples)
+            rates = self._run.account.rates(step, self._samples)
             record = {
                 "step": step,
                 "epoch": epoch,
@@ -94,3 +104,8 @@ class StepMetrics:
         """Means by name. One over nothing is left out: it is no number, and no NaN to stop for."""
         named_means = zip(self._config.program.names, means(*sums).tolist(), sums[1], strict=True)
         return {name: value for name, value, count in named_means if count}
+
+
+def _is_done(array: jax.Array) -> bool:
+    """Whether the devices have computed an array."""
+    return array.is_ready()  # type: ignore[attr-defined]

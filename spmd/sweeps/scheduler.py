@@ -18,7 +18,6 @@ from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.mesh import make_mesh
 from spmd.run.history import History
-from spmd.run.throughput import Throughput
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
 from spmd.sweeps.storage import SweepStore, is_writer, open_checkpoints
@@ -204,7 +203,7 @@ class SweepRunner:
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
         about = about_run(result.trainer, data)
-        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": Throughput().to_checkpoint()}
+        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": None}
         unfinished = place.with_name(f".{place.name}")
         if is_writer() and unfinished.exists():
             shutil.rmtree(unfinished)

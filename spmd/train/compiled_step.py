@@ -216,9 +216,10 @@ class Program:
     def _check_first_batch(self, state: State, batch: Tree, weights: jax.Array, rows: jax.Array | None = None) -> None:
         """Check the loss and the metrics on the first batch; `rows` as in `Comparison.once`."""
         if not self.comparison.made:
-            self.comparison.once(state, batch, weights, rows)
-            if self.comparison.parts.several and len(self._loss_names) > 1:
-                self.metric_rows.once(state, batch, weights, self._loss_names[1:], f"parts of a batch, {self.comparison.parts},", rows)
+            with self.placed.compiling():
+                self.comparison.once(state, batch, weights, rows)
+                if self.comparison.parts.several and len(self._loss_names) > 1:
+                    self.metric_rows.once(state, batch, weights, self._loss_names[1:], f"parts of a batch, {self.comparison.parts},", rows)
 
     @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
@@ -285,13 +286,16 @@ class Program:
         name, module = PROGRAMS[key[0]]
         name = f"{name} on a short batch" if short else name
         batch = {"resident": arguments[1], "rows": arguments[2]} if key[0] == "scan_steps" else arguments[1]
-        with watch(
-            name,
-            module,
-            lambda: facts_of_program(self.placed, batch, self.compiler_options),
-            lambda: text_facts(self._function(key).lower(*arguments).as_text(), name),  # type: ignore[attr-defined]
-            records=jax.process_index() == 0,
-        ) as watched:
+        with (
+            self.placed.compiling(),
+            watch(
+                name,
+                module,
+                lambda: facts_of_program(self.placed, batch, self.compiler_options),
+                lambda: text_facts(self._function(key).lower(*arguments).as_text(), name),  # type: ignore[attr-defined]
+                records=jax.process_index() == 0,
+            ) as watched,
+        ):
             result = self._retried(compile_it)
         self._ready.add(key)
         if watched.line:

@@ -3,6 +3,7 @@
 Nothing is allocated before `init`.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -111,6 +112,7 @@ class PlacedModel:
         self.objective, self.optimizer = Objective(config.loss, dict(config.metrics or {})), check_optimizer(config.optimizer)
         self._layout = layout
         self._sample: Tree = None
+        self.compiling: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # entered while programs are compiled
 
     def with_layout(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "PlacedModel":
         """The same under another layout or mesh, which may be one without devices; the model is not traced again."""

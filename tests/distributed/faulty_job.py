@@ -37,6 +37,7 @@ def parse_options():
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--memory-every", type=int, help="steps between two checkpoints in memory")
     parser.add_argument("--layout", help="default: fsdp_bf16 with error feedback, whose residuals must survive, too")
     return parser.parse_args()
 
@@ -132,7 +133,7 @@ def main():
         loss=spmd.losses.cross_entropy,
         optimizer=optax.sgd(0.5 if differs("learning rate") else 0.1, momentum=0.9),
         layout="data_parallel" if differs("layout") else options.layout or with_feedback("fsdp_bf16"),
-        checkpoint=spmd.Checkpoint(options.folder, every=options.every) if options.folder else None,
+        checkpoint=spmd.Checkpoint(options.folder, every=options.every, memory_every=options.memory_every) if options.folder else None,
         resume=options.resume,
         callbacks=[fault, *([spmd.callbacks.CheckReplicas(10)] if differs("callbacks") else [])],
         progress=False,

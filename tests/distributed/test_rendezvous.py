@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmd.distributed import rendezvous
+from spmd.distributed import messages, rendezvous
 from spmd.distributed.detect_cluster import World, resolve_address
 from spmd.distributed.rendezvous import ProcessInfo
 from spmd.errors import ClusterError, RendezvousTimeout
@@ -81,7 +81,7 @@ def connect(port):
 def line(rank, size, token="secret"):
     """The message of a process, in bytes."""
     message = {"rank": rank, "size": size, "name": f"host{rank}", "facts": FACTS}
-    return json.dumps({**message, "nonce": "n", "proof": rendezvous._proof(token, "n", message)}).encode() + b"\n"
+    return json.dumps({**message, "nonce": "n", "proof": messages.proof_of(token, "n", message)}).encode() + b"\n"
 
 
 def answer_of(connection):
@@ -89,7 +89,7 @@ def answer_of(connection):
     with connection, connection.makefile("rb") as lines:
         answer = json.loads(lines.readline())
         proof = answer.pop("proof")
-    assert proof == rendezvous._proof("secret", "answer n", answer)
+    assert proof == messages.proof_of("secret", "answer n", answer)
     return answer
 
 

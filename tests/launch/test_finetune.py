@@ -14,7 +14,7 @@ import pytest
 
 import spmd
 from spmd.launch.cli import main
-from spmd.pretrained.safetensors_files import open_files
+from spmd.pretrained.safetensors_files import open_files, write_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
@@ -48,13 +48,13 @@ def words(data, out, *more):
     return [str(word) for word in ("finetune", FOLDER, "--data", data, "--out", out, *text, *run, *more)]
 
 
-def environment():
-    flags = f"--xla_force_host_platform_device_count=8 {os.environ.get('SPMD_TEST_FLAGS', '')}"
+def environment(devices=8):
+    flags = f"--xla_force_host_platform_device_count={devices} {os.environ.get('SPMD_TEST_FLAGS', '')}"
     return {**os.environ, "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
 
 
-def command(arguments):
-    done = subprocess.run([sys.executable, "-m", "spmd", *arguments], capture_output=True, text=True, env=environment(), timeout=400)
+def command(arguments, devices=8):
+    done = subprocess.run([sys.executable, "-m", "spmd", *arguments], capture_output=True, text=True, env=environment(devices), timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -141,6 +141,20 @@ def adapters_file(tmp_path, text):
     return ["--adapters", tmp_path / "adapters.toml"]
 
 
+def joined_kernels(tmp_path):
+    """A GPT-2 with this tokenizer, and adapters on queries, which share a tensor with keys and values."""
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER.parent / "gpt2", folder)
+    shutil.copy(FOLDER / "tokenizer.json", folder)
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, "vocab_size": 448}))
+    shapes = {name: tensor.shape for name, tensor in open_files(folder).tensors.items()}
+    write_file(
+        folder / "model.safetensors", {n: np.zeros((448, 32) if s[0] == 96 and "wte" in n else s, "float32") for n, s in shapes.items()}
+    )
+    return [folder, *adapters_file(tmp_path, ADAPTERS)]
+
+
 def full(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("of an earlier run")
@@ -180,6 +194,7 @@ WRONG = {
     "adapters_that_match_nothing": lambda path: adapters_file(path, ADAPTERS.replace("query", "querry").replace(",value,down", "")),
     "nothing_that_train_names": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final/**"')),
     "weights_beside_adapters": lambda path: adapters_file(path, ADAPTERS.replace("[train]", '[train]\ninclude = "final_norm/**"')),
+    "adapters_that_files_cannot_hold": joined_kernels,
     "adapters_twice": lambda path: [*adapters_file(path, ADAPTERS), "--layout", path / "adapters.toml"],
     "merge_of_nothing": lambda path: ["--merge"],
     "an_encoder": lambda path: [shutil.copytree(FOLDER.parent / "bert_classes", path / "model")],
@@ -239,12 +254,8 @@ def undisturbed(tmp_path_factory):
     return command(words(data, path / "tuned", "--checkpoint", path / "run", *MORE)), path / "tuned"
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
-def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed, data, tmp_path):
-    """Stopped when it has shown what it writes after step 6, past the checkpoint of step 4."""
-    out, run = tmp_path / "tuned", tmp_path / "run"
-    arguments = words(data, out, "--checkpoint", run, *MORE)
+def stopped(arguments, how):
+    """Exit code and errors of a run that is stopped when it has shown what it writes after step 6, past the checkpoint of step 4."""
     process = subprocess.Popen(
         [sys.executable, "-m", "spmd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
@@ -253,12 +264,20 @@ def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed
             if line.startswith("step 6:"):
                 break
         process.send_signal(how)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == ENDS[how]
+        return process.communicate(timeout=120)[1], process.returncode
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
+def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed, data, tmp_path):
+    out, run = tmp_path / "tuned", tmp_path / "run"
+    arguments = words(data, out, "--checkpoint", run, *MORE)
+    errors, code = stopped(arguments, how)
+    assert code == ENDS[how]
     assert not out.exists() and any((run / "checkpoints").iterdir())
     assert ("is not written, the same command resumes" in errors) == (how == signal.SIGINT)
     resumed = command(arguments)
@@ -268,6 +287,24 @@ def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed
     assert "step 0:" in shown and "step 0:" not in resumed
     assert tensors(tuned) == tensors(out) != tensors(FOLDER)
     assert shown.splitlines()[-2] == resumed.splitlines()[-2]  # the last sample
+
+
+@pytest.mark.system
+def test_a_run_is_resumed_on_fewer_devices(data, tmp_path):
+    """Weights of float32, so that what is written is not rounded to the same numbers."""
+    wide = spmd.pretrained.save(spmd.pretrained.load(FOLDER, progress=False), tmp_path / "wide", dtype="float32", progress=False)
+    runs = {}
+    for name in ("undisturbed", "resumed"):
+        arguments = words(data, tmp_path / name, "--checkpoint", tmp_path / f"run-{name}", *MORE)
+        runs[name] = [arguments[0], str(wide), *arguments[2:]]
+    shown = command(runs["undisturbed"])
+    assert stopped(runs["resumed"], signal.SIGKILL)[1] == -signal.SIGKILL
+    resumed = command(runs["resumed"], devices=4)
+    assert "resumed from step" in resumed and shown.splitlines()[-2] == resumed.splitlines()[-2]
+    given, first, second = ({n: np.frombuffer(raw, "float32") for n, raw in tensors(tmp_path / f).items()} for f in ("wide", *runs))
+    for name, value in first.items():
+        assert np.abs(value - given[name]).max() > 1e-3, name
+        np.testing.assert_allclose(value, second[name], rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.system

@@ -110,7 +110,7 @@ def test_others_are_ended_soon_after_one_was_killed(tmp_path, monkeypatch, ends,
         clock.now = clock.now if heard or clock.now is None else clock.now + process_group.KILLED / 4
         time.sleep(0.01)
 
-    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep, time=time.time))
     wait = f"while [ ! -e {tmp_path}/gone ]; do sleep 0.02; done"
     last = "echo reported" if heard else "exec sleep 1000"
     commands = {0: (["sh", "-c", f"{wait}; {last}"], {}), 1: (["sh", "-c", f"touch {tmp_path}/gone; {ends}"], {})}

@@ -49,6 +49,10 @@ def printing_loss(model, batch):
     return row_losses(model, batch)
 
 
+def make_small(seed):
+    return Net(nnx.Rngs(seed), 8)
+
+
 class KillAt(spmd.callbacks.Callback):
     def __init__(self, step):
         self.step = step
@@ -86,6 +90,14 @@ if __name__ == "__main__":
         spmd.simulate_devices(options.pop("devices", 8))
     of_process_1 = options.pop("of_process_1", {})
     options |= of_process_1 if os.environ.get("SPMD_PROCESS") == "1" else {}
-    result = train(**options)
+    if options.pop("sweep", False):
+        x, y = np.ones((64, 16), np.float32), np.zeros(64, np.int32)
+        common = {"loss": row_losses, "batch_size": 16, "search": "grid", "eval_data": {"x": x, "y": y}, "progress": False}
+        swept = spmd.sweep(
+            make_small, {"x": x, "y": y}, space={"rate": [0.1, 0.2]}, optimizer=lambda rate: optax.sgd(rate), **common, **options
+        )
+        result = swept.best[0].result()
+    else:
+        result = train(**options)
     compiled = [name for name, was_loaded in programs if not was_loaded]
     print(json.dumps({"compiled": compiled, "loaded": len(programs) - len(compiled), "loss": result.history["loss"][-1]}))

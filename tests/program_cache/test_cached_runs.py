@@ -45,6 +45,12 @@ def test_second_process_compiles_nothing(tmp_path, options):
     assert not reasons(first_text) and not reasons(second_text)
 
 
+def test_second_sweep_compiles_nothing(tmp_path):
+    _, (first,) = run(tmp_path, sweep=True, devices=2)
+    _, (second,) = run(tmp_path, sweep=True, devices=2)
+    assert len(first["compiled"]) > 4 and second["compiled"] == [] and second["loss"] == first["loss"]
+
+
 def test_run_resumed_after_kill_compiles_nothing(tmp_path):
     """Its programs are in the folder of its checkpoints."""
     shared = {"predict": False, "compile_cache": None, "checkpoint": str(tmp_path / "run")}

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import traceback
+import warnings
 
 import pytest
 from job import started, train
@@ -13,6 +14,7 @@ from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
 import spmd
 from spmd.errors import CallbackError
+from spmd.run import time_account
 from spmd.run.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.optimized  # processes of their own compile as users do
@@ -206,6 +208,98 @@ def test_sigterm_during_the_last_evaluation_saves_and_ends(tmp_path):
     assert raised.value.code == 143 and batches.read == 2 and finished_steps(tmp_path) == [3]
     rest = fit(eval_data=Batches(), resume=True, **options)
     assert [row["step"] for row in rest.history.evaluations] == [3]
+
+
+# SIGTERM where nothing is to save --------------------------------------------------------------------------------------
+
+
+def terminate(*_):
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("where", ["model", "on_start", "restore"])
+def test_sigterm_before_the_first_step_ends_at_once(where, tmp_path, monkeypatch, capfd):
+    """The folder is released, nothing new is saved, and what was there is intact."""
+    if where == "restore":
+        fit(steps=2, checkpoint=tmp_path)
+        monkeypatch.setattr(CheckpointStore, "restore", terminate)
+    if where == "model":
+        monkeypatch.setattr("spmd.train.model_setup.PlacedModel.init", terminate)
+    recorder = Recorder()
+    before = signal.getsignal(signal.SIGTERM)
+    callbacks = [recorder, Fail("on_start", 0, SystemExit(99))] if where != "on_start" else [recorder, Start(terminate)]
+    with pytest.raises(SystemExit) as raised:
+        fit(steps=4, checkpoint=tmp_path, callbacks=callbacks, resume=where == "restore")
+    assert raised.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert "before there was anything to save" in capfd.readouterr().err
+    assert finished_steps(tmp_path) == ([2] if where == "restore" else []) and recorder.steps("checkpoint") == []
+    monkeypatch.undo()
+    assert same(fit(steps=4, checkpoint=tmp_path, resume=True).state, fit(steps=4).state)
+
+
+class Start(spmd.callbacks.Callback):
+    """Calls a function before the first step."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_start(self, info):
+        self.function()
+
+
+def test_sigterm_while_the_last_checkpoint_is_written_is_not_lost(tmp_path, monkeypatch):
+    seal = CheckpointStore._seal
+
+    def sealed(store):
+        os.kill(os.getpid(), signal.SIGTERM)
+        seal(store)
+
+    monkeypatch.setattr(CheckpointStore, "_seal", sealed)
+    with pytest.raises(SystemExit) as raised:
+        fit(steps=3, checkpoint=tmp_path)
+    assert raised.value.code == 143 and finished_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("took, said", [(20.0, True), (19.0, False)])
+def test_save_that_may_take_longer_than_the_time_left_is_reported(took, said, tmp_path, monkeypatch, caplog):
+    """By a fake clock: 10 s of 30 pass between the signal and the save."""
+    clock = [1000.0]
+    monkeypatch.setattr(time_account, "now", lambda: clock[0])
+    monkeypatch.setenv("SPMD_GRACE", "29.5")
+
+    def press(info):
+        if info.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+            clock[0] += 10.0
+            info._control.config.store.write_seconds = took
+
+    with pytest.raises(SystemExit):
+        fit(epochs=3, checkpoint=tmp_path, callbacks=[press])
+    text = "step 3 may not be saved in time: the last checkpoint took 20 s to write, and 19.5 s are left after SIGTERM.\n"
+    assert (f"{text}    fix: spmd launch --grace 40" in caplog.text) == said == ("in time" in caplog.text)
+    assert finished_steps(tmp_path) == [3]
+
+
+def test_fork_does_not_end_the_run():
+    """A worker of a data loader that receives SIGTERM ends by it, and the run continues."""
+
+    def fork(info):
+        read, written = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(written, b"1")
+            while True:
+                time.sleep(1)
+        os.read(read, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        os.close(read)
+        os.close(written)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of JAX, about forks
+        result = fit(steps=4, callbacks=[lambda info: fork(info) if info.step == 1 else None])
+    assert int(result.state.step) == 4 and result.stop_reason is None
 
 
 def test_outside_the_main_thread_signals_are_left_alone():

@@ -1,0 +1,336 @@
+"""Checkpoints in the memory of the hosts: written by a thread while training continues, with a copy on the next host.
+
+Every process writes the shards that its plan gives it (`memory_plan.py`) as one file (`piece_file.py`) into its host's folder
+(`memory_folder.py`), then sends those that no other host has to the next host. Before a step is written, all processes agree that all of
+them are ready, and on the newest step that all have written. That one is kept until this one is complete; all others are removed. What
+fails is counted and logged once; it never stops training.
+"""
+
+import dataclasses
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.distributed import coordination
+from spmd.distributed.consistency import first_nonempty, gather_texts, raise_everywhere
+from spmd.distributed.initialize import job_token
+from spmd.distributed.peer_transfer import Read, Receiver, TransferError, local_address, send
+from spmd.distributed.records import report_to_launcher
+from spmd.errors import CheckpointError, printable
+from spmd.run.checkpoint_reader import arrays_by_path
+from spmd.run.device_snapshot import StateCopier, fits_on_devices
+from spmd.run.memory_folder import MemoryFolder, memory_base, run_id
+from spmd.run.memory_plan import WritePlan, group_hosts, plan_writes, shard_bounds, shard_holders
+from spmd.run.piece_file import MOST_HEADER, Key, Piece, parts, receive_piece, write_piece
+from spmd.train.state import State
+from spmd.tree import describe, format_bytes, nbytes
+
+AGREE_SECONDS = 60.0  # for all processes to say whether they are ready to write
+LOOK = 0.02
+
+
+@dataclasses.dataclass
+class MemoryCounts:
+    """What this process has done for checkpoints in memory.
+
+    Attributes:
+      saved: checkpoints that it has written.
+      skipped: those that it has not, since an earlier one was still being written or sent somewhere, or for lack of room.
+      failed: those that it could not write.
+      unsent: those whose copy could not be sent to the next host.
+      bytes_written, bytes_sent: to this host's memory, and to the next host.
+    """
+
+    saved: int = 0
+    skipped: int = 0
+    failed: int = 0
+    unsent: int = 0
+    bytes_written: int = 0
+    bytes_sent: int = 0
+
+    def __str__(self) -> str:
+        problems = {"skipped": self.skipped, "failed": self.failed, "not sent to another host": self.unsent}
+        text = f"{self.saved} checkpoints in memory, {format_bytes(self.bytes_written)} written, {format_bytes(self.bytes_sent)} sent"
+        return text + "".join(f", {count} {what}" for what, count in problems.items() if count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The processes of a run, as each of them sees all.
+
+    Attributes:
+      rank: of this process.
+      start: identifies this start of the run.
+      hosts: the ranks on each host.
+      names: the name of each rank's host.
+      addresses: where each rank receives copies; "" if there is one host only, or no secret that protects it.
+    """
+
+    rank: int
+    start: str
+    hosts: list[list[int]]
+    names: list[str]
+    addresses: list[str]
+
+    @property
+    def host(self) -> int:
+        """The number of this process's host."""
+        return next(number for number, ranks in enumerate(self.hosts) if self.rank in ranks)
+
+
+class MemoryCheckpoints:
+    """A run's checkpoints in memory. Every process has one, and they call `save` at the same steps.
+
+    Args:
+      folder: of this host.
+      abstract_state: shapes, dtypes and shardings of the state.
+      start: identifies this start of the run; the same in all processes.
+
+    Attributes:
+      counts: what was done so far.
+    """
+
+    def __init__(self, folder: MemoryFolder, abstract_state: State, start: str):
+        self.folder, self.abstract_state, self.counts = folder, abstract_state, MemoryCounts()
+        self.arrays = arrays_by_path(abstract_state)
+        self.described = {path: describe(leaf) for path, leaf in self.arrays.items()}
+        self.holders = shard_holders(self.arrays)
+        self._receiver: Receiver | None = None
+        self.job = self._find_hosts(start)
+        self.plan: WritePlan = plan_writes(self.holders, self.described, self.job.hosts, self.job.rank)
+        self.held: set[int] = set()  # steps that this process has written, or from which it was resumed
+        self._voted: list[str] = []
+        self._logged: set[str] = set()
+        self._copier: StateCopier | None = None
+        self._threaded: bool | None = None
+        self._copy: tuple[int, State] | None = None
+        self._last = futures.Future[None]()
+        self._last.set_result(None)
+        self._thread, self._closed = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd memory"), threading.Event()
+
+    def _find_hosts(self, start: str) -> Job:
+        """Find out which processes share a host, and where they receive copies."""
+        rank = jax.process_index()
+        texts = [json.loads(text) for text in gather_texts(json.dumps([self.folder.host, socket.gethostname()]))]
+        hosts, names = group_hosts([host for host, _ in texts]), [printable(str(name), 100) for _, name in texts]
+        names = names if len(set(names)) == len(hosts) else [f"{name} (host {_host_of(hosts, each)})" for each, name in enumerate(names)]
+        addresses = [""] * len(texts)
+        if len(hosts) > 1 and job_token():
+            try:
+                self._receiver = Receiver(local_address(coordination.process_info()[2]), job_token(), self._receive)
+            except OSError as error:
+                logging.getLogger("spmd").warning("copies of checkpoints in memory cannot be received: %s", error)
+            addresses = gather_texts("" if self._receiver is None else self._receiver.address)
+        elif len(hosts) > 1 and rank == 0:
+            fix = "set a random SPMD_TOKEN everywhere"
+            logging.getLogger("spmd").warning("checkpoints in memory are not copied to other hosts: this job has no token; %s.", fix)
+        return Job(rank, start, hosts, names, addresses)
+
+    def copy(self, state: State, step: int) -> None:
+        """Queue a copy of the state on the devices, unless the previous save is still running; `save` writes it."""
+        if not self._last.done():
+            return
+        if self._threaded is None:
+            self._threaded = fits_on_devices(state, copies=2)  # another one is made for the disk
+        if self._threaded:
+            self._copy = None  # its memory is used again
+            self._copier = self._copier or StateCopier(state)
+            self._copy = (step, self._copier(state))
+
+    def save(self, state: State, step: int, meta: Mapping[str, Any]) -> None:
+        """Start to write a checkpoint; skip it if the previous one is still being written or sent."""
+        if not self._last.done():
+            self._vote(step, "busy")
+            self.counts.skipped += 1
+            return
+        if self._copy is None or self._copy[0] != step:
+            self.copy(state, step)
+        source: State | dict[Key, np.ndarray]
+        if self._copy is not None:
+            (_, source), self._copy = self._copy, None
+        else:  # no room on the devices: training waits until the host has the shards
+            wanted = set(self.plan.write)
+            source = {key: np.array(data) for key, data in _local_shards(state).items() if key in wanted}
+        meta = {**meta, "step": step, "arrays": self.described}
+        self._last = self._thread.submit(self._write, [source], step, meta)
+
+    def _write(self, sources: list[Any], step: int, meta: dict[str, Any]) -> None:
+        """Write the one source in the list; it is emptied, so that the copy of the state is freed at once."""
+        source = sources.pop()
+        shards = source if isinstance(source, dict) else _local_shards(source)
+        del source
+        try:
+            keeping = self._agree(step)
+            if keeping is None:
+                self.counts.skipped += 1
+                return
+            self.folder.keep_only({step, *keeping})
+            self.held = set(keeping)
+            blank = Piece(step, self.job.start, self.job.rank, meta, dict.fromkeys(self.plan.write, ""))
+            path = self.folder.piece(step, self.job.rank)
+            with jax.transfer_guard_device_to_host("allow"):
+                piece = write_piece(path, blank, lambda key: np.asarray(shards.pop(key)))
+            self.held.add(step)
+            self.counts.saved += 1
+            self.counts.bytes_written += path.stat().st_size
+        except Exception as error:
+            self.counts.failed += 1
+            self._log_once(f"a checkpoint could not be written to memory: {type(error).__name__}: {error}")
+            return
+        finally:
+            shards.clear()
+        self._send_copy(piece, path)
+
+    def _send_copy(self, piece: Piece, path: Path) -> None:
+        """Send the next host what no other host has; process 0 also sends the metadata, which a resumed run needs."""
+        receiver, keys = self.plan.receiver, self.plan.send
+        if receiver is None or not self.job.addresses[receiver] or not (keys or self.job.rank == 0):
+            return
+        try:
+            self.counts.bytes_sent += self.ship(receiver, piece, path, keys)
+        except (TransferError, OSError) as error:
+            self.counts.unsent += 1
+            self._log_once(f"a checkpoint in memory could not be sent to {self.job.names[receiver]}: {error}")
+
+    def ship(self, receiver: int, piece: Piece, path: Path, keys: Any, sender: int | None = None) -> int:
+        """Send some shards of a file to another process, which writes them to its host's folder.
+
+        Raises:
+          TransferError: the other process is gone, too slow, or has refused.
+        """
+        selected = piece.select(keys)
+        size = len(selected.header()) + selected.data_bytes()
+        message = {"step": piece.step, "rank": piece.rank, "sender": sender, "bytes": size}
+        return send(self.job.addresses[receiver], job_token(), message, parts(path, piece, tuple(selected.shards)))
+
+    def _receive(self, message: dict[str, Any], read: Read) -> None:
+        """Write what another host sends; raises to refuse it."""
+        step, rank, sender, total = (message[name] for name in ("step", "rank", "sender", "bytes"))
+        for number in (step, rank, *([] if sender is None else [sender])):
+            if type(number) is not int or not 0 <= number < 10**9:
+                raise ValueError("not a step or rank")
+        most = sum(map(nbytes, self.arrays.values())) + MOST_HEADER
+        if total > most:
+            raise ValueError(f"{total} bytes are more than the state has")
+        if why := self.folder.lacks_room(total, {step, *self.held}):
+            raise ValueError(why)
+
+        def check(piece: Piece) -> None:
+            if (piece.step, piece.rank) != (step, rank) or piece.meta["arrays"] != self.described:
+                raise ValueError("not a piece of this state")
+
+        receive_piece(self.folder.piece(step, rank, sender), total, read, check)
+
+    def _agree(self, step: int) -> set[int] | None:
+        """The step to keep until this one is complete, if any; None: some process is not ready, so none writes this step."""
+        try:
+            self.folder.create()
+            why = self.folder.lacks_room(self.plan.host_bytes, {step, max(self.held, default=-1)})
+        except OSError as error:
+            why = str(error)
+        votes = self._votes(step, json.dumps([sorted(self.held), why]))
+        if votes is None:
+            return None
+        decoded = [json.loads(vote) for vote in votes]
+        if reason := next((why for _, why in decoded if why), ""):
+            if self.job.rank == 0:
+                self._log_once(f"training continues without checkpoints in memory: {printable(reason, 300)}", "room")
+            return None
+        common = set.intersection(*(set(held) for held, _ in decoded))
+        return {max(common)} if common else set()
+
+    def _votes(self, step: int, vote: str) -> list[str] | None:
+        """The votes of all processes; None if one is busy, or has not voted in time."""
+        if not coordination.is_initialized():
+            return [vote]
+        self._vote(step, vote)
+        size, until = coordination.process_info()[1], time.monotonic() + AGREE_SECONDS
+        while time.monotonic() < until and not self._closed.is_set():
+            votes = coordination.read_dir(f"memory/{self.job.start}/{step}/")
+            if "busy" in votes.values():
+                return None
+            if len(votes) == size:
+                return list(votes.values())
+            time.sleep(LOOK)
+        return None
+
+    def _vote(self, step: int, vote: str) -> None:
+        if coordination.is_initialized():
+            coordination.put(path := f"memory/{self.job.start}/{step}/{self.job.rank}", vote)
+            self._voted.append(path)
+            if len(self._voted) > 4:  # all have read it long ago
+                coordination.delete(self._voted.pop(0))
+
+    def _log_once(self, text: str, kind: str = "") -> None:
+        if (kind or text) not in self._logged and len(self._logged) < 10:
+            self._logged.add(kind or text)
+            logging.getLogger("spmd").warning("%s", text)
+
+    def wait(self) -> None:
+        """Wait for the save that is running, if any."""
+        futures.wait([self._last])
+
+    def close(self, *, remove: bool) -> None:
+        """Release the folder; remove it, once all processes are done, if the run does not need it any more. Without `remove`, after an
+        error, the thread does not wait for other processes, which may be gone."""
+        if not remove:
+            self._closed.set()
+        self._thread.shutdown(wait=remove or not coordination.is_initialized())
+        if self._receiver is not None:
+            self._receiver.close()
+        if remove:
+            first_nonempty("")  # a barrier
+            self.folder.remove()
+        self.folder.close()
+
+
+def _local_shards(state: State) -> dict[Key, Any]:
+    """One copy of each shard that this process's devices hold."""
+    return {
+        (path, shard_bounds(shard.index, leaf.shape)): shard.data
+        for path, leaf in arrays_by_path(state).items()
+        for shard in leaf.addressable_shards
+    }
+
+
+def _host_of(hosts: list[list[int]], rank: int) -> int:
+    return next(number for number, ranks in enumerate(hosts) if rank in ranks)
+
+
+def open_memory(base: str | Path | None, run_folder: Path, abstract_state: State, *, resume: bool) -> MemoryCheckpoints | None:
+    """A run's checkpoints in memory; all processes call it. None, after a warning, if a host's folder cannot be used.
+
+    Raises:
+      OptionError: this machine has no /dev/shm, and no other folder is chosen.
+      CheckpointError: the run's folder cannot be written.
+    """
+    chosen = memory_base(base)
+
+    def new_start() -> str:
+        return f"{run_id(run_folder, keep=resume)} {secrets.token_hex(8)}" if jax.process_index() == 0 else ""
+
+    shared = raise_everywhere(new_start, CheckpointError, f"the id of the run in {run_folder} cannot be written")
+    identity, start = first_nonempty(shared).split()
+    folder, why = None, ""
+    try:
+        folder = MemoryFolder(chosen, run_folder, identity)
+        report_to_launcher(f"memory.{jax.process_index()}", {"folder": str(folder.path)})
+    except OSError as error:
+        why = f"{socket.gethostname()}: {error}"
+    if problem := first_nonempty(why):
+        if folder is not None:
+            folder.close()
+        if jax.process_index() == 0:
+            logging.getLogger("spmd").warning("there are no checkpoints in memory: %s", printable(problem, 300))
+        return None
+    return None if folder is None else MemoryCheckpoints(folder, abstract_state, start)

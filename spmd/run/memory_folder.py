@@ -1,0 +1,237 @@
+"""The folder of a run's checkpoints in memory on one host: whose it is, how much room it has, and when it is removed.
+
+It is BASE/spmd-UID/RUN, with /dev/shm as BASE: files there outlive the processes that wrote them, but not the machine. RUN names the run's
+folder and an id in it, so that another run in the same folder finds other files. Processes that use it hold a shared lock, which the kernel
+releases when they end.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from spmd.errors import OptionError
+from spmd.tree import format_bytes
+
+ID_FILE = "memory_id"  # beside the checkpoints on disk
+RUN_FILE, LOCK_FILE = "run.json", "lock"
+DEFAULT_BASE = Path("/dev/shm")
+HEADROOM = 1.1  # times the size of a checkpoint that must be free
+MAX_AGE = 24 * 3600.0  # seconds without a write after which a folder that no process uses is removed
+_PIECE = re.compile(r"(\d{1,15})\.(\d{1,9})(\.\d{1,9})?")  # step, rank of the writer, and rank of the sender of shards that were lost
+
+
+def memory_base(chosen: str | Path | None) -> Path:
+    """Where folders of checkpoints in memory are: as chosen, $SPMD_MEMORY_FOLDER, or /dev/shm.
+
+    Raises:
+      OptionError: there is no /dev/shm on this machine.
+    """
+    base = Path(chosen or os.environ.get("SPMD_MEMORY_FOLDER") or DEFAULT_BASE).absolute()
+    if base == DEFAULT_BASE and not base.is_dir():
+        fix = "Checkpoint(memory_folder=...) or $SPMD_MEMORY_FOLDER, a folder in memory or on a fast local disk; or no memory_every."
+        raise OptionError(f"Checkpoint: memory_every needs {DEFAULT_BASE}, which this machine does not have.", fix=fix)
+    return base
+
+
+def run_id(run_folder: Path, *, keep: bool) -> str:
+    """The id of the run in a folder: the one in it if `keep`, else a new one, which is written there."""
+    path = run_folder / "checkpoints" / ID_FILE
+    if keep and (known := _read_id(path)):
+        return known
+    new = secrets.token_hex(8)
+    part = path.with_name(f".{ID_FILE}.{os.getpid()}")
+    part.write_text(new, encoding="ascii")
+    part.replace(path)
+    return new
+
+
+def _read_id(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        text = path.read_text(encoding="ascii")
+        return text if re.fullmatch("[0-9a-f]{16}", text) else ""
+    return ""
+
+
+class MemoryFolder:
+    """This host's folder of one run; it is created, with permissions for this user only.
+
+    Raises:
+      OSError: it cannot be created, or something of another user is in its place.
+    """
+
+    def __init__(self, base: Path, run_folder: Path, identity: str):
+        user = base / f"spmd-{os.geteuid()}"
+        digest = hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()[:16]
+        self.path, self._record, self._lock = user / f"{digest}-{identity}", {"folder": str(run_folder.absolute()), "id": identity}, -1
+        self.create()
+        remove_stale(user)
+
+    def create(self) -> None:
+        """Create the folder if it is not there, as after it was removed by hand.
+
+        Raises:
+          OSError: as for the class.
+        """
+        if self._lock >= 0 and (self.path / LOCK_FILE).exists():
+            return
+        self.close()
+        self.path.parent.parent.mkdir(parents=True, exist_ok=True)
+        _make_private(self.path.parent)
+        _make_private(self.path)
+        self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        _flock(self._lock, exclusive=False)
+        record = self.path / f"{RUN_FILE}.{os.getpid()}"
+        record.write_text(json.dumps(self._record), encoding="utf-8")
+        record.replace(self.path / RUN_FILE)
+
+    @property
+    def host(self) -> str:
+        """Identifies the storage: processes with the same text lose their pieces together."""
+        info = self.path.stat()
+        boot = ""
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {info.st_dev} {info.st_ino}"
+
+    def pieces(self) -> dict[Path, tuple[int, int]]:
+        """Step and rank of every complete file of a piece."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name):
+                if match := _PIECE.fullmatch(entry.name):
+                    found[Path(entry.path)] = (int(match[1]), int(match[2]))
+        return found
+
+    def piece(self, step: int, rank: int, sender: int | None = None) -> Path:
+        """The file of a piece."""
+        return self.path / (f"{step}.{rank}" if sender is None else f"{step}.{rank}.{sender}")
+
+    def keep_only(self, steps: Collection[int]) -> None:
+        """Remove the pieces of all other steps, also incomplete ones."""
+        names = {str(step) for step in steps}
+        for entry in os.scandir(self.path):
+            step, dot, _ = entry.name.partition(".")
+            if dot and step.isdigit() and step not in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+
+    def lacks_room(self, size: int, keeping: Collection[int]) -> str:
+        """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it does."""
+        freed = sum(path.stat().st_size for path, (step, _) in self.pieces().items() if step not in keeping)
+        limits: dict[str, int | None] = {"free in its file system": _free(self.path)}
+        if in_memory(self.path):
+            limits["free in this host's memory"] = available_memory()
+        for what, free in limits.items():
+            if free is not None and free + freed < HEADROOM * size:
+                return f"{format_bytes(free + freed)} are {what} ({self.path}), {HEADROOM} times {format_bytes(size)} are needed"
+        return ""
+
+    def remove(self) -> None:
+        """Remove it with all pieces."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()  # if it was the last
+
+    def close(self) -> None:
+        """Release it; the pieces stay."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def remove_stale(user: Path) -> None:
+    """Remove folders of runs that no process uses, and that are old or whose run's folder has begun another run or is gone."""
+    for path in list(user.iterdir()):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if not _is_private(path):
+                continue
+            record = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+            current = _read_id(Path(record["folder"]) / "checkpoints" / ID_FILE)
+            age = time.time() - max(entry.stat().st_mtime for entry in os.scandir(path))
+            if current != record["id"] or age > MAX_AGE:
+                remove_unused(path)
+
+
+def remove_unused(path: Path) -> bool:
+    """Remove a folder unless a process uses it; whether that was done."""
+    lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        _flock(lock, exclusive=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    shutil.rmtree(path, ignore_errors=True)
+    return True
+
+
+def is_memory_folder(path: Path) -> bool:
+    """Whether a path is a folder that `MemoryFolder` has made for this user; a launcher removes no other."""
+    with contextlib.suppress(OSError):
+        name_fits = (
+            path.is_absolute() and path.parent.name == f"spmd-{os.geteuid()}" and re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", path.name)
+        )
+        return bool(name_fits) and _is_private(path.parent) and _is_private(path) and (path / RUN_FILE).is_file()
+    return False
+
+
+def _make_private(path: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _is_private(path):
+        raise PermissionError(errno.EPERM, f"{path} is not a folder that only this user may use")
+
+
+def _is_private(path: Path) -> bool:
+    info = path.lstat()
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
+
+
+def _flock(descriptor: int, *, exclusive: bool) -> None:
+    import fcntl  # not on Windows
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+
+
+def _free(path: Path) -> int:
+    info = os.statvfs(path)
+    return info.f_bavail * info.f_frsize
+
+
+def in_memory(path: Path) -> bool:
+    """Whether a path is in a tmpfs, whose files take the host's memory."""
+    best, kind = "", ""
+    for mount, of in _mounts():
+        inside = path == Path(mount) or Path(mount) in path.parents
+        if inside and len(mount) >= len(best):
+            best, kind = mount, of
+    return kind in ("tmpfs", "ramfs")
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
+            _, mount, kind, *_ = line.split()
+            yield mount.replace("\\040", " "), kind
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that processes of this host may still take, within the limit of their cgroup; None where the system does not say."""
+    known = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        known += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        known.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(known, default=None)

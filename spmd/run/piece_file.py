@@ -1,0 +1,302 @@
+"""A piece of a state: shards of its arrays in one file, each with a checksum. Checkpoints in memory consist of pieces.
+
+A file is MAGIC, the length of the header, the header's SHA-256, the header (JSON), and the bytes of each shard; header and shards begin at
+multiples of 64 bytes. Where a shard lies follows from the order and the sizes of those before it, so a header cannot make shards overlap.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.checksummed_files import DamagedFileError
+from spmd.run.checkpoint_reader import ARRAY_PATTERN
+from spmd.run.reshard_checkpoint import parse_dtype, parse_shape
+
+MAGIC = b"spmd-mem"
+PREFIX = 48  # bytes of MAGIC, length and SHA-256
+ALIGN = 64
+CHUNK = 1 << 20  # bytes that are hashed while they are in the processor's cache
+MOST_HEADER = 64 << 20
+
+Bounds = tuple[tuple[int, int], ...]  # first and last + 1 along each dim
+Key = tuple[str, Bounds]  # path of an array, and a shard of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a file holds.
+
+    Attributes:
+      step: updates that the state has made.
+      start: identifies the start of the run in which it was written; only pieces of one start fit together.
+      rank: of the process that wrote it.
+      meta: that of a checkpoint; its "arrays" has dtype and shape of every array of the state by path.
+      shards: SHA-256 of each shard, in the order of the file.
+    """
+
+    step: int
+    start: str
+    rank: int
+    meta: dict[str, Any]
+    shards: dict[Key, str]
+
+    def nbytes(self, key: Key) -> int:
+        """Bytes of a shard."""
+        return shard_bytes(self.meta["arrays"][key[0]], key[1])
+
+    def offsets(self) -> dict[Key, int]:
+        """Where each shard begins, after the header."""
+        offsets, at = {}, 0
+        for key in self.shards:
+            offsets[key] = at
+            at += _aligned(self.nbytes(key))
+        return offsets
+
+    def data_bytes(self) -> int:
+        """Bytes after the header."""
+        return sum(_aligned(self.nbytes(key)) for key in self.shards)
+
+    def select(self, keys: Iterable[Key]) -> "Piece":
+        """The same piece with some of its shards."""
+        wanted = set(keys)
+        return dataclasses.replace(self, shards={key: digest for key, digest in self.shards.items() if key in wanted})
+
+    def header(self) -> bytes:
+        """The beginning of the file."""
+        shards = [[path, bounds, digest] for (path, bounds), digest in self.shards.items()]
+        text = json.dumps({"step": self.step, "start": self.start, "rank": self.rank, "meta": self.meta, "shards": shards}).encode()
+        prefix = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest()
+        return (prefix + text).ljust(_aligned(PREFIX + len(text)), b"\0")
+
+
+def shard_bytes(described: str, bounds: Bounds) -> int:
+    """Bytes of a shard of an array, from the array's dtype and shape as text.
+
+    >>> shard_bytes("float32[512, 10]", ((0, 256), (0, 10)))
+    10240
+    """
+    return math.prod(last - first for first, last in bounds) * jnp.dtype(parse_dtype(described)).itemsize
+
+
+def write_piece(path: Path, piece: Piece, read: Callable[[Key], np.ndarray]) -> Piece:
+    """Write shards to a file, which appears under its name when it is complete.
+
+    Args:
+      path: of the file.
+      piece: what to write; its digests are not looked at.
+      read: the contents of a shard, which are needed only until the next one is read.
+
+    Returns:
+      The piece with digests.
+    """
+    blank = dataclasses.replace(piece, shards=dict.fromkeys(piece.shards, "0" * 64))
+    digests = {}
+    with _new_file(path) as file:
+        file.seek(len(blank.header()))
+        for key in piece.shards:
+            digest, content = hashlib.sha256(), read(key)
+            view = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
+            for start in range(0, len(view), CHUNK):
+                digest.update(view[start : start + CHUNK])
+                file.write(view[start : start + CHUNK])
+            file.write(bytes(_aligned(len(view)) - len(view)))
+            digests[key] = digest.hexdigest()
+        written = dataclasses.replace(piece, shards=digests)
+        file.seek(0)
+        file.write(written.header())
+    return written
+
+
+def read_header(path: Path) -> Piece:
+    """What a file holds, checked without reading the shards.
+
+    Raises:
+      DamagedFileError: it is not what `write_piece` wrote.
+    """
+    with open_piece(path) as file:
+        return _header(file.read, os.fstat(file.fileno()).st_size)
+
+
+def open_piece(path: Path) -> BinaryIO:
+    """Open a file of this user for reading.
+
+    Raises:
+      DamagedFileError: it is not a regular file, belongs to another user, or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedFileError(f"it cannot be read: {error.strerror}") from error
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise DamagedFileError("it is not a file of this user")
+    return open(descriptor, "rb", buffering=0)
+
+
+def read_shards(path: Path, piece: Piece, keys: Iterable[Key]) -> Iterator[tuple[Key, np.ndarray]]:
+    """Shards of a file, each compared with its checksum; the arrays are new.
+
+    Raises:
+      DamagedFileError: a shard is not what was written.
+    """
+    offsets, begin = piece.offsets(), len(piece.header())
+    with open_piece(path) as file:
+        for key in keys:
+            buffer = np.empty(piece.nbytes(key), np.uint8)
+            file.seek(begin + offsets[key])
+            digest = hashlib.sha256()
+            for start in range(0, len(buffer), CHUNK):
+                view = buffer.data[start : start + CHUNK]
+                _fill(file, view)
+                digest.update(view)
+            _check(digest, piece.shards[key], key)
+            described = piece.meta["arrays"][key[0]]
+            yield key, buffer.view(jnp.dtype(parse_dtype(described))).reshape([last - first for first, last in key[1]])
+
+
+def parts(path: Path, piece: Piece, keys: Sequence[Key]) -> Iterator[bytes]:
+    """The bytes of a file that holds only some shards of this one."""
+    offsets, begin, selected = piece.offsets(), len(piece.header()), piece.select(keys)
+    yield selected.header()
+    with open_piece(path) as file:
+        for key in selected.shards:
+            file.seek(begin + offsets[key])
+            left = _aligned(piece.nbytes(key))
+            while left:
+                chunk = file.read(min(left, CHUNK))
+                if not chunk:
+                    raise OSError(f"{path} has become shorter")
+                left -= len(chunk)
+                yield chunk
+
+
+def receive_piece(path: Path, total: int, read: Callable[[memoryview], None], check: Callable[[Piece], None]) -> Piece:
+    """Write a file from a stream, comparing each shard with its checksum.
+
+    Args:
+      path: of the file.
+      total: bytes of the stream.
+      read: fills a buffer with the next bytes.
+      check: called with the header before anything is written; raises if it is not wanted.
+
+    Raises:
+      DamagedFileError: the stream is not a piece, or has another size.
+    """
+
+    def take(count: int) -> bytes:
+        buffer = bytearray(count)
+        read(memoryview(buffer))
+        return bytes(buffer)
+
+    piece = _header(take, total)
+    check(piece)
+    with _new_file(path) as file:
+        file.write(piece.header())
+        buffer = memoryview(bytearray(CHUNK))
+        for key, expected in piece.shards.items():
+            digest, left = hashlib.sha256(), piece.nbytes(key)
+            padding = _aligned(left) - left
+            while left:
+                view = buffer[: min(left, CHUNK)]
+                read(view)
+                digest.update(view)
+                file.write(view)
+                left -= len(view)
+            file.write(take(padding))
+            _check(digest, expected, key)
+    return piece
+
+
+class _new_file:
+    """A file that appears under its name at the end of the block, unless the block fails."""
+
+    def __init__(self, path: Path):
+        self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}.part")
+
+    def __enter__(self) -> BinaryIO:
+        self._file = open(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb")
+        return self._file
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            self._file.close()
+            if kind is None:
+                self._part.replace(self._path)
+        finally:
+            self._part.unlink(missing_ok=True)
+
+
+def _header(read: Callable[[int], bytes], total: int) -> Piece:
+    """The checked header of a file of `total` bytes; nothing is allocated that the file could not hold."""
+    prefix = read(PREFIX) if total >= PREFIX else b""
+    if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
+        raise DamagedFileError("it does not begin as a piece of a checkpoint")
+    length = int.from_bytes(prefix[8:16], "little")
+    if length > min(MOST_HEADER, total - PREFIX):
+        raise DamagedFileError(f"its header has {length} bytes of {total}")
+    padded = _aligned(PREFIX + length) - PREFIX
+    if PREFIX + padded > total:
+        raise DamagedFileError("it is truncated")
+    text = read(padded)[:length]
+    if hashlib.sha256(text).digest() != prefix[16:48]:
+        raise DamagedFileError("its header does not match its checksum")
+    try:
+        piece = _parsed(json.loads(text))
+        size = PREFIX + padded + piece.data_bytes()
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedFileError(f"its header cannot be read: {type(error).__name__}: {error}") from error
+    if size != total:
+        raise DamagedFileError(f"it has {total} bytes, and its header says {size}")
+    return piece
+
+
+def _parsed(fields: dict[str, Any]) -> Piece:
+    step, start, rank, meta = fields["step"], fields["start"], fields["rank"], fields["meta"]
+    if type(step) is not int or step < 0 or type(rank) is not int or rank < 0 or not isinstance(start, str):
+        raise ValueError("step, start or rank")
+    if not isinstance(meta, dict) or not isinstance(meta.get("arrays"), dict) or meta.get("step") != step:
+        raise ValueError("meta")
+    shards: dict[Key, str] = {}
+    for path, bounds, digest in fields["shards"]:
+        described = meta["arrays"][path]
+        if not re.fullmatch(ARRAY_PATTERN, described) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise ValueError(f"array {path!r}")
+        dtype = jnp.dtype(parse_dtype(described))
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"):
+            raise ValueError(f"dtype {dtype}")
+        sizes, dims = parse_shape(described), tuple((first, last) for first, last in bounds)
+        valid = len(sizes) == len(dims) and all(type(end) is int for dim in dims for end in dim)
+        if not valid or not all(0 <= first < last <= size for (first, last), size in zip(dims, sizes, strict=True)):
+            raise ValueError(f"a shard of {path!r}")
+        if (path, dims) in shards:
+            raise ValueError(f"{path!r} twice")
+        shards[path, dims] = digest
+    return Piece(step, start, rank, meta, shards)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+def _check(digest: Any, expected: str, key: Key) -> None:
+    if digest.hexdigest() != expected:
+        raise DamagedFileError(f"{key[0]} is not what was written")
+
+
+def _fill(file: BinaryIO, view: memoryview) -> None:
+    while len(view):
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise DamagedFileError("it is truncated")
+        view = view[count:]

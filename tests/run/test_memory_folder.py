@@ -1,0 +1,152 @@
+"""The folder of checkpoints in memory: private, bounded, and removed when no run needs it."""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections import namedtuple
+
+import pytest
+
+from spmd.errors import OptionError
+from spmd.run import memory_folder
+from spmd.run.memory_folder import MemoryFolder, is_memory_folder, memory_base, remove_unused, run_id
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run, with an id."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+def opened(tmp_path, run, *, keep=True):
+    return MemoryFolder(tmp_path / "base", run, run_id(run, keep=keep))
+
+
+def test_base(monkeypatch, tmp_path):
+    monkeypatch.delenv("SPMD_MEMORY_FOLDER", raising=False)
+    monkeypatch.setattr(memory_folder, "DEFAULT_BASE", tmp_path)
+    assert memory_base(None) == tmp_path and memory_base("/a/b").as_posix() == "/a/b"
+    monkeypatch.setenv("SPMD_MEMORY_FOLDER", "/c")
+    assert memory_base(None).as_posix() == "/c"
+    monkeypatch.delenv("SPMD_MEMORY_FOLDER")
+    monkeypatch.setattr(memory_folder, "DEFAULT_BASE", tmp_path / "absent")
+    with pytest.raises(OptionError, match=r"memory_every needs .*/absent, which this machine does not have"):
+        memory_base(None)
+
+
+def test_id_is_kept_by_a_run_that_resumes(run):
+    first = run_id(run, keep=True)
+    assert run_id(run, keep=True) == first != run_id(run, keep=False)
+    (run / "checkpoints" / memory_folder.ID_FILE).write_text("../../etc")
+    assert len(run_id(run, keep=True)) == 16
+
+
+def test_folder_is_private(tmp_path, run):
+    folder = opened(tmp_path, run)
+    for path in (folder.path, folder.path.parent):
+        assert path.stat().st_mode & 0o077 == 0
+    assert is_memory_folder(folder.path)
+
+
+@pytest.mark.parametrize("what", ["open to others", "a link", "a file"])
+def test_what_others_could_have_made_is_refused(tmp_path, run, what):
+    user = tmp_path / "base" / f"spmd-{os.geteuid()}"
+    user.parent.mkdir()
+    if what == "open to others":
+        user.mkdir()
+        user.chmod(0o755)
+    elif what == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        user.symlink_to(tmp_path / "elsewhere")
+    else:
+        user.touch(mode=0o600)
+    with pytest.raises(OSError, match="is not a folder that only this user may use"):
+        opened(tmp_path, run)
+
+
+def test_pieces_and_keep_only(tmp_path, run):
+    folder = opened(tmp_path, run)
+    for name in ("20.0", "20.1.3", "24.0", "24.1.77.part", "28.0", "x.0", "20"):
+        (folder.path / name).touch()
+    assert sorted(folder.pieces().values()) == [(20, 0), (20, 1), (24, 0), (28, 0)]
+    folder.keep_only({20, 28})
+    assert {path.name for path in folder.path.iterdir()} == {"20.0", "20.1.3", "28.0", "x.0", "20", "run.json", "lock"}
+
+
+def test_room_is_that_of_the_file_system_and_of_the_memory(tmp_path, run, monkeypatch):
+    folder = opened(tmp_path, run)
+    (folder.path / "20.0").write_bytes(bytes(1000))
+    (folder.path / "24.0").write_bytes(bytes(5000))
+    monkeypatch.setattr(os, "statvfs", lambda path: namedtuple("Info", "f_bavail f_frsize")(10, 1000))
+    monkeypatch.setattr(memory_folder, "in_memory", lambda path: False)
+    assert folder.lacks_room(10_000, {24}) == "", "11000 bytes with step 20, which will be removed"
+    why = f"10.7 KiB are free in its file system ({folder.path}), 1.1 times 9.9 KiB are needed"
+    assert folder.lacks_room(10_100, {24}) == why
+    monkeypatch.setattr(memory_folder, "in_memory", lambda path: True)
+    monkeypatch.setattr(memory_folder, "available_memory", lambda: 0)
+    assert "1000 B are free in this host's memory" in folder.lacks_room(1000, {24})
+
+
+def test_available_memory_is_known_here():
+    assert 0 < memory_folder.available_memory() < 1 << 50
+    assert memory_folder.in_memory(memory_folder.DEFAULT_BASE) and not memory_folder.in_memory(memory_folder.Path("/proc"))
+
+
+def test_used_folder_is_not_removed(tmp_path, run):
+    folder = opened(tmp_path, run)
+    assert not remove_unused(folder.path) and folder.path.exists()
+    folder.close()
+    assert remove_unused(folder.path) and not folder.path.exists()
+
+
+def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
+    """Of another run in the same folder, of a run whose folder is gone, and an old one; one in use stays, and so does a recent one."""
+    replaced = opened(tmp_path, run)
+    replaced.close()
+    names = {name: tmp_path / name for name in ("gone", "old", "recent", "used")}
+    folders = {}
+    for name, path in names.items():
+        (path / "checkpoints").mkdir(parents=True)
+        folders[name] = opened(tmp_path, path)
+    for name in ("gone", "old", "recent"):
+        folders[name].close()
+    for path in (names["gone"], names["used"]):
+        shutil.rmtree(path)
+    old = time.time() - memory_folder.MAX_AGE - 60
+    for path in folders["old"].path.iterdir():
+        os.utime(path, (old, old))
+    now = opened(tmp_path, run, keep=False)
+    assert not replaced.path.exists() and not folders["gone"].path.exists() and not folders["old"].path.exists()
+    assert folders["recent"].path.exists() and folders["used"].path.exists() and now.path.exists()
+
+
+def test_only_folders_of_this_module_are_memory_folders(tmp_path, run):
+    folder = opened(tmp_path, run)
+    assert not is_memory_folder(tmp_path) and not is_memory_folder(folder.path.parent)
+    (folder.path / "run.json").unlink()
+    assert not is_memory_folder(folder.path)
+
+
+def test_host_is_that_of_the_storage(tmp_path, run):
+    first, second = opened(tmp_path, run), opened(tmp_path, run)
+    assert first.host == second.host != MemoryFolder(tmp_path / "other", run, run_id(run, keep=True)).host
+
+
+def test_remove(tmp_path, run):
+    folder = opened(tmp_path, run)
+    (folder.path / "20.0").touch()
+    folder.remove()
+    assert not folder.path.parent.exists()
+    folder.close()
+
+
+def test_lock_is_shared(tmp_path, run):
+    folder, another = opened(tmp_path, run), opened(tmp_path, run)
+    record = json.loads((folder.path / "run.json").read_text())
+    assert record["folder"] == str(run)
+    folder.close()
+    with open(another.path / "lock", "rb") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
