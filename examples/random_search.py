@@ -1,6 +1,7 @@
 """Run a random search, and compare the ensemble of the best three networks with each of them.
 
     python examples/random_search.py --trials 16 --epochs 20
+    spmd launch --processes 2 --simulate 4 examples/random_search.py --trials 16 --epochs 20    # the same table, in each process
 
 Networks with different learning rates, widths and seeds train on digits. Networks of one width share one
 compiled program over eight simulated devices. Training uses a few digits, selection uses others, and the test

@@ -11,15 +11,18 @@ import jax
 
 T = TypeVar("T")
 _END = object()
+JOIN_SECONDS, POLL_SECONDS = 10.0, 0.1  # for a reader to end; and between two looks at a request to stop
 
 
 @contextlib.contextmanager
-def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> Iterator[Iterator[T]]:
+def prefetch(
+    items: Iterator[Any], function: Callable[[Any], T], depth: int, stops: Callable[[], bool] = lambda: False
+) -> Iterator[Iterator[T]]:
     """`map(function, items)`, with up to `depth` results made ahead of time by a thread.
 
     An error raised while reading is raised again in the caller, with the reader's traceback. On leaving the block the
     thread is stopped and joined; the iterator is closed in the thread that ran it, and an error it raises then is
-    raised on leaving, unless the block has raised one of its own.
+    raised on leaving, unless the block has raised one of its own. While an item is waited for, `stops` is asked whether to end instead.
 
     Example:
       >>> with prefetch(iter(range(3)), lambda x: x * x, depth=2) as squares:
@@ -60,19 +63,26 @@ def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> 
     thread = threading.Thread(target=read, name="spmd-prefetch", daemon=True)
     thread.start()
     try:
-        yield _drain(results)
+        yield _drain(results, stops)
     finally:
         stop.set()
-        thread.join(timeout=10.0)
+        thread.join(timeout=JOIN_SECONDS)
         if thread.is_alive():
-            logging.getLogger("spmd").warning("the data's reader is still busy 10 s after a request to stop; its thread is left running")
+            logging.getLogger("spmd").warning(
+                "the data's reader is still busy %g s after a request to stop; its thread is left running", JOIN_SECONDS
+            )
     if failed:
         raise failed[0]
 
 
-def _drain(results: queue.Queue) -> Iterator[Any]:
+def _drain(results: queue.Queue, stops: Callable[[], bool]) -> Iterator[Any]:
     while True:
-        item, error = results.get()
+        try:
+            item, error = results.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            if stops():
+                return
+            continue
         if error is not None:
             raise error
         if item is _END:

@@ -20,7 +20,7 @@ WITHOUT_EFFECT = (  # keys for a training, and fan_in_fan_out, which PEFT correc
 )
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of init_lora_weights that leave the model's weights as they are
 MODULES = "names of modules, or a regular expression of characters, groups, alternatives and repetitions"
-MERGE = "adapters that peft has merged into the weights, in a folder for spmd.pretrained.load."
+MERGE = "merge them into the weights with peft, and load that folder."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,9 @@ class StepDispatcher:
             return
         threaded = config.source.threaded  # an iterable of the user's: read in a thread, and by each process separately
         batches = allow_transfers(batches) if threaded and not config.prefetch else batches
-        with prefetch(batches, config.placer, config.prefetch if threaded else 0) as placed:
+        # one of several processes cannot leave here: the others may have their batch
+        stops = self._control.stopped_by_signal if jax.process_count() == 1 else lambda: False
+        with prefetch(batches, config.placer, config.prefetch if threaded else 0, stops) as placed:
             ready = uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}") if threaded else placed
             yield (functools.partial(self._dispatch, batch) for batch in run.account.count_waiting(ready, self._metrics.devices_idle))
 

@@ -115,8 +115,9 @@ class Saver:
         """Save the newest state and wait until it is on disk; a note of the error says where."""
         store, run = self._config.store, self._run
         if store is not None:
-            store.save(run.state, run.step, self._meta(), {})
-            store.wait()
+            with run.account(SAVING):
+                store.save(run.state, run.step, self._meta(), {})
+                store.wait()
             error.add_note(f"spmd: the state after step {run.step} was saved in {store.folder}.")
 
     def _meta(self) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
     """The error about a folder that has another owner."""
     thread = None if owner is None else _owning_threads.get(owner.token)
     if thread is None:
-        fix = "use another folder, or resume=True after that process has ended."
+        fix = "use another folder, or resume after that process has ended."
         return CheckpointError(f"{folder} belongs to another run: {owner or 'unknown'}.", fix=fix)
     if thread is threading.current_thread():
         why = "a run that this thread started has not ended; this call is inside it, as in a callback, or it was not closed"

@@ -132,6 +132,8 @@ class VmappedTrials:
 
     def host_states(self, states: Any, wanted: Sequence[int]) -> list[Any]:
         """The states in these slots, on the host of every process; all processes call this."""
+        if not wanted:
+            return []
         local = jax.device_get(multihost_utils.global_array_to_host_local_array(states, self.mesh, PartitionSpec(NET)))
         here = {slot: at for at, slot in enumerate(self._local_slots(jax.tree.leaves(states)[0].shape[0]))}
 

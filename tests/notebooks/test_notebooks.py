@@ -99,7 +99,7 @@ def rows_of(text):
 def plan_before_you_rent(shown):
     """From a plan that does not fit, by fixes that are planned, to a layout file that trains."""
     assert "ESTIMATE by XLA:CPU" in shown.html or "compiled by XLA:GPU" in shown.html
-    assert shown.html.count("<svg") == 5  # the plan's three drawings, an array and the curve
+    assert shown.html.count("<svg") == 6  # the plan's three drawings, the search's front, an array and the curve
     assert "DOES NOT FIT" in shown.text
     fixes = re.findall(r"^\[remat\] save = .*: (does not fit|fits), ", shown.text, re.MULTILINE)
     assert len(fixes) >= 1 and fixes[-1] == "fits"

@@ -193,6 +193,20 @@ def test_resume_by_hand_begins_anew_and_a_requeued_job_does_not(clock, tmp_path,
         account.close()
 
 
+def test_first_run_of_a_process_begins_with_it(clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(time_account, "_accounts", 0)
+    monkeypatch.setattr(time_account, "_process_start", lambda at: at - 7.0)
+    assert spent(TimeAccount.open(None)) == {"starting": 7.0} and spent(TimeAccount.open(None)) == {}
+
+
+def test_start_of_the_process(monkeypatch):
+    monkeypatch.undo()
+    at = time_account.now()
+    assert at - 1e7 < time_account._process_start(at) < at
+    monkeypatch.setenv("SPMD_TIMES", "")  # it waits for calls from a notebook
+    assert time_account._process_start(at) == at
+
+
 def test_account_of_another_launcher_is_not_continued(clock, tmp_path, monkeypatch):
     launched(monkeypatch, 1000.0, 1000.0)
     account = TimeAccount.open(tmp_path)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -13,6 +14,7 @@ from job import started, train
 from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
 import spmd
+from spmd.data import prefetch
 from spmd.errors import CallbackError
 from spmd.run import time_account
 from spmd.run.checkpoint import CheckpointStore
@@ -280,6 +282,25 @@ def test_save_that_may_take_longer_than_the_time_left_is_reported(took, said, tm
     assert finished_steps(tmp_path) == [3]
 
 
+def test_sigterm_while_the_reader_hangs_saves(tmp_path, monkeypatch, caplog):
+    """The reader's thread blocks for as long as the run lasts."""
+    monkeypatch.setattr(prefetch, "JOIN_SECONDS", 0.05)
+    trained, released = threading.Event(), threading.Event()
+
+    def batches():
+        for at in range(2):
+            yield numbers(32, at)
+        trained.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        released.wait(60)
+
+    with pytest.raises(SystemExit) as raised:
+        fit(batches, batch_size=None, checkpoint=tmp_path, callbacks=[lambda info: trained.set()])
+    released.set()
+    assert raised.value.code == 143 and "the data's reader is still busy 0.05 s" in caplog.text
+    assert finished_steps(tmp_path) == [2]
+
+
 def test_fork_does_not_end_the_run():
     """A worker of a data loader that receives SIGTERM ends by it, and the run continues."""
 
@@ -303,8 +324,6 @@ def test_fork_does_not_end_the_run():
 
 
 def test_outside_the_main_thread_signals_are_left_alone():
-    import threading
-
     results = []
     thread = threading.Thread(target=lambda: results.append(fit(steps=2)))
     thread.start()

@@ -19,7 +19,17 @@ from spmd.sweeps.vmapped_trials import VmappedTrials
 from spmd.tree import flatten
 from tests.sweeps.swept import RATES, labelled, sweep
 
-MORE = {"halving": {"search": spmd.Halving(factor=3), "space": RATES}, "large": {"space": {**RATES, "seed": range(100)}}}
+
+def scalar(model, batch):
+    """One number for all rows, so that a trial over several devices is compared with one on the whole batch first."""
+    return spmd.losses.cross_entropy(model, batch).mean()
+
+
+MORE = {
+    "scalar": {"loss": scalar},
+    "halving": {"search": spmd.Halving(factor=3), "space": RATES},
+    "large": {"space": {**RATES, "seed": range(100)}},
+}
 
 
 def count_calls(fatal):

@@ -15,7 +15,7 @@ JOB = Path(__file__).parent / "processes_job.py"
 CASES = {
     "large": {"more": "large", "trials": 32, "at_once": 12, "keep": 3},
     "halving": {"more": "halving", "trials": 11, "epochs": 3, "keep": 1, "again": True},
-    "data": {"trials": 6, "mesh": "net=4,data=2", "epochs": 1, "exact": False, "keep": 1, "kind": "statistics and dropout"},
+    "data": {"more": "scalar", "trials": 6, "mesh": "net=4,data=2", "epochs": 1, "exact": False, "kind": "statistics and dropout"},
 }
 
 

@@ -118,3 +118,10 @@ def test_measurements_that_are_damaged_are_made_again(tmp_path, caplog, monkeypa
     with caplog.at_level(logging.WARNING, "spmd"):
         assert sweep(**more, resume=True).to_csv() == sweep(**{**more, "checkpoint": None}).to_csv()
     assert "history-6.npy is damaged" in caplog.text
+
+
+def test_new_sweep_may_find_compiled_programs_in_its_folder(tmp_path):
+    """Programs are compiled, and kept in the sweep's folder, before the sweep begins."""
+    (tmp_path / "programs").mkdir()
+    SweepStore(tmp_path, {"trials": "2"}, resume=False)
+    assert (tmp_path / "sweep.json").exists()
