@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import spmd
 
 spmd.simulate_devices(8)
-collect_ignore_glob = ["tests/*/fixtures/make_*.py", "tests/*/fixtures/check_*.py"]  # scripts that need packages of their own
+collect_ignore_glob = ["tests/*/fixtures/make_*.py", "tests/*/fixtures/check_*.py", "tests/*/*_job.py"]  # scripts
 
 
 def _kept_programs() -> Path:

@@ -45,7 +45,7 @@ class Settings:
     def refuse_with_simulate(self, name: str) -> None:
         """Refuse an option for GPUs if CPU devices are simulated."""
         if self.simulate is not None:
-            raise OptionError(f"{name} is for GPUs, but simulate={self.simulate} simulates CPU devices.", fix="give one of the two.")
+            raise OptionError(f"{name}= is for GPUs, but simulate={self.simulate} simulates CPU devices.", fix="give one of the two.")
 
     def environment(self) -> dict[str, str]:
         """The environment variables."""

@@ -81,6 +81,7 @@ def far(left, right):
     return float(norm({name: left[name] - right[name] for name in right}) / norm(right))
 
 
+@pytest.mark.system
 def test_packed_batch_has_the_loss_and_gradients_of_its_documents(place):
     """Each document alone, by a plain loss over its tokens."""
     model, batch = make(), next(iter(read(place)))

@@ -204,16 +204,16 @@ def test_processes_end_with_the_launcher(tmp_path):
     [
         (["--processes", "2"], "there is no script to run"),
         (["--processes", "2", "nothing.py"], 'there is no script "nothing.py"'),
-        (["--processes", "0", __file__], "processes=0"),
+        (["--processes", "0", __file__], "--processes 0."),
         (["--processes", "2", "--stall", "stepp=3", __file__], 'did you mean "step"'),
         (["--processes", "2", "--stall", "step=x", __file__], '"x" is not a number'),
         (["--devices", "a", __file__], '--devices "a"'),
         (["--devices", "0,0", __file__], "devices=[0, 0]"),
         (["--devices", "-1", __file__], "devices=[-1]"),
-        (["--devices", "0", "--simulate", "2", __file__], "devices is for GPUs, but simulate=2 simulates CPU devices"),
+        (["--devices", "0", "--simulate", "2", __file__], "--devices is for GPUs, but --simulate 2 simulates CPU devices"),
         (["--no-preallocate", "--simulate", "2", __file__], "preallocate is for GPUs"),
         (["--processes", "1", "--simulate", "2", "--stall", "step=3", __file__], "stall has no effect on a single process"),
-        (["--memory-fraction", "2", "--processes", "1", __file__], "memory_fraction=2.0"),
+        (["--memory-fraction", "2", "--processes", "1", __file__], "--memory-fraction 2.0."),
     ],
 )
 def test_bad_options_are_reported(words, message, capsys):

@@ -180,6 +180,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.system
 def test_long_lines_and_unencodable_characters(tmp_path, monkeypatch):
     ssh = tmp_path / "stand_in"
     ssh.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*"\n')

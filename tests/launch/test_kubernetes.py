@@ -171,7 +171,7 @@ def test_each_job_has_its_own_token():
         ({"claim": "runs:runs"}, "claim='runs:runs'.\n    fix: NAME:/path"),
         ({"claim": "runs:/a\nb"}, r"claim='runs:/a\nb'."),
         ({"env": (("SPMD_TOKEN", "x"),)}, "env SPMD_TOKEN is set by the launcher in each process."),
-        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node is for GPUs, but simulate=2"),
+        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node= is for GPUs, but simulate=2"),
         ({"settings": Settings(stall="step=3")}, "stall has no effect on a single process"),
         ({"settings": Settings(grace=float("inf"))}, "grace=inf.\n    fix: a finite number of seconds."),
     ],

@@ -274,7 +274,7 @@ def test_sbatch_script():
             {"processes_per_node": 3, "gpus_per_node": 8},
             "8 GPUs of a node cannot be shared equally by 3 processes.\n    fix: as many, or a divisor.",
         ),
-        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node is for GPUs, but simulate=2"),
+        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node= is for GPUs, but simulate=2"),
         ({"settings": Settings(stall="step=3")}, "stall has no effect on a single process"),
         ({"settings": Settings(grace=70000.0)}, "grace=70000.\n    fix: from 1 to 65535."),
         ({"memory": "64 G"}, "memory='64 G'.\n    fix: of each node, such as 64G; 0 for all of it."),

@@ -464,6 +464,7 @@ def test_constants_of_the_program_count():
     assert wide.nbytes <= plan.memory.constants < 1.1 * wide.nbytes and plan.memory.peak > wide.nbytes
 
 
+@pytest.mark.system
 def test_plan_notes_communication_in_some_steps_only():
     plan = make_plan(layout="diloco", mesh=None)
     assert any(transfer.conditional for transfer in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)

@@ -206,6 +206,7 @@ def layout_cases():
             yield pytest.param(name, layout, marks=mark, id=f"{name}-{layout}")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("name", "layout"), list(layout_cases()))
 def test_layouts_equal_transformers(name, layout):
     where = {"mesh": LAYOUTS[layout], "layout": layout.partition(":")[0]}

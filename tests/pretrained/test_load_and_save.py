@@ -84,6 +84,7 @@ def test_load_gives_the_arrays_and_save_the_same_bytes(kind, dtype, tmp_path):
     assert (saved / "tokenizer.json").read_text() == "{}"
 
 
+@pytest.mark.system
 def test_three_models_compute_the_same(tmp_path):
     folder = write_folder(tmp_path / "given", make_tensors())
     tokens = jnp.arange(16).reshape(2, 8)
@@ -138,6 +139,7 @@ def test_load_under_layouts(name, dtype, tmp_path):
     assert all(np.array_equal(values, read_tensors(saved)[tensor]) for tensor, values in read_tensors(folder).items())
 
 
+@pytest.mark.system
 def test_fit_takes_the_arrays_themselves(tmp_path):
     """The buffers of the state are those of the module, which cannot be used after; a module that is not handed over is copied.
 
@@ -171,6 +173,7 @@ def test_fit_takes_the_arrays_themselves(tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(state.params), jax.tree.leaves(other.params)))
 
 
+@pytest.mark.system
 def test_fit_on_another_mesh_than_load(tmp_path):
     """Loaded on one device, trained on eight; and `save` takes the result."""
     folder = write_folder(tmp_path / "given", make_tensors())
@@ -190,6 +193,7 @@ def test_fit_on_another_mesh_than_load(tmp_path):
     assert np.array_equal(result.model.embed.embedding[...], saved["embed.weight"])
 
 
+@pytest.mark.system
 def test_tied_tensor_is_read_checked_and_written_as_it_was(tmp_path):
     both = write_folder(tmp_path / "both", make_tensors(tied=True))
     module = load(Stacked, both)

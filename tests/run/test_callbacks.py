@@ -38,6 +38,7 @@ def undisturbed():
     return options, fit(**options)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("make", [*BUILT_IN.values(), Recorder], ids=[*BUILT_IN, "a user's"])
 def test_a_callback_that_only_looks_changes_nothing(make, undisturbed, tmp_path):
     options, plain = undisturbed
@@ -73,6 +74,7 @@ def test_evaluation_and_checkpoint_at_the_end_of_each_epoch(tmp_path):
     ]
 
 
+@pytest.mark.system
 def test_every_and_metrics():
     recorder = Recorder(every=4)
     result = fit_net(labelled(80), epochs=3, callbacks=[recorder], metrics={"accuracy": spmd.metrics.accuracy}, eval_data=labelled(40, 1))

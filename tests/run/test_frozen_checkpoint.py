@@ -54,6 +54,7 @@ def assert_equal(ours, theirs):
         np.testing.assert_array_equal(value, theirs[path], err_msg=path)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kept", KEPT)
 def test_resumed_run_ends_bit_equal(kept, tmp_path):
     fit("fsdp", 3, kept, checkpoint=tmp_path)
@@ -62,6 +63,7 @@ def test_resumed_run_ends_bit_equal(kept, tmp_path):
     assert_equal(dict(flatten(jax.device_get(resumed.state.opt))), dict(flatten(jax.device_get(straight.state.opt))))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["one device", "circular", "tensor parallel"])
 def test_restore_onto_another_mesh(name, tmp_path):
     saved = fit("fsdp", 2, checkpoint=tmp_path)
@@ -72,6 +74,7 @@ def test_restore_onto_another_mesh(name, tmp_path):
     assert np.isfinite(fit(name, 3, checkpoint=tmp_path, resume=True).history["loss"][-1])
 
 
+@pytest.mark.system
 def test_restore_from_the_order_of_a_circular_pipeline(tmp_path):
     saved = fit("circular", 2, "the dtype given", checkpoint=tmp_path)
     restored = fit("fsdp", 2, "the dtype given", checkpoint=tmp_path, resume=True)
@@ -80,6 +83,7 @@ def test_restore_from_the_order_of_a_circular_pipeline(tmp_path):
     assert not np.array_equal(*kernels)  # stored in another order
 
 
+@pytest.mark.system
 def test_only_parameters(tmp_path):
     saved = fit("fsdp", 2, checkpoint=tmp_path)
     state = saved.trainer.restore(tmp_path, only="params")
@@ -87,6 +91,7 @@ def test_only_parameters(tmp_path):
     assert_equal(dict(flatten(jax.device_get(state.frozen))), dict(flatten(jax.device_get(saved.state.frozen))))
 
 
+@pytest.mark.system
 def test_another_choice_of_what_trains_does_not_fit(golden, tmp_path):
     fit("fsdp", 1, "the dtype given", checkpoint=tmp_path)
     with pytest.raises(CheckpointError) as caught:

@@ -361,6 +361,7 @@ def test_result_and_display_say_it(clock, capsys):
     assert "<svg" in result.goodput._repr_html_()
 
 
+@pytest.mark.system
 def test_records_of_a_run_have_them(tmp_path):
     class Memory:
         def __init__(self):
@@ -378,6 +379,7 @@ def test_records_of_a_run_have_them(tmp_path):
     assert 0.0 < last["goodput"] <= 1.0 and 0.0 <= last["data_wait"] <= 1.0
 
 
+@pytest.mark.system
 def test_replicas_are_checked_at_an_interval_of_steps(monkeypatch):
     seen = []
     monkeypatch.setattr("spmd.run.callbacks.check_replicas", lambda state, when: seen.append((int(np.asarray(state.step)), when)))

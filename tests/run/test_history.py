@@ -30,6 +30,7 @@ def small(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
+@pytest.mark.system
 def test_history_is_flat_over_a_million_steps():
     history, retained = History(("loss",)), {}
     for first in range(1, 1_000_001, 1000):

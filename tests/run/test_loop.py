@@ -206,6 +206,7 @@ def test_a_loop_of_ones_own_is_what_fit_does():
     assert [info.step for info in infos] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.system
 def test_batches_on_a_device_already_can_be_given():
     batches = [jax.tree.map(jax.numpy.asarray, {k: v[i : i + 32] for k, v in numbers(80).items()}) for i in (0, 32, 64)]
     for mesh in (None, spmd.make_mesh("data=1", devices=jax.devices()[:1])):
@@ -241,6 +242,7 @@ def test_history_by_name_and_by_row():
         history["los"]
 
 
+@pytest.mark.system
 def test_history_of_a_run():
     result = fit_net(labelled(80), epochs=2, eval_data=labelled(40, 1))
     assert result.history.names == ("loss", "accuracy", "wire_bytes", "eval_loss", "eval_accuracy")

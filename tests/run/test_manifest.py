@@ -79,6 +79,7 @@ def overwritten(path, random):
 HARM = {"flipped": flipped, "cut off": cut_off, "deleted": lambda path, random: path.unlink(), "overwritten": overwritten}
 
 
+@pytest.mark.system
 def test_all_of_200_damaged_files_are_detected(run):
     """Bits flipped, files cut off, deleted or overwritten, each in a fresh copy; the manifest itself is one of the files."""
     random, detected = np.random.default_rng(7), 0

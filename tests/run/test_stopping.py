@@ -178,6 +178,7 @@ class Batches:
             yield numbers(32, at)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("eval_every, best", [(None, None), (2, None), (None, "eval_loss")], ids=["epoch's end", "mid-epoch", "judged"])
 def test_a_signal_during_an_evaluation_ends_it_between_batches(eval_every, best, tmp_path):
     """The state is saved, nothing of the evaluation is reported, and the resumed run makes it anew."""

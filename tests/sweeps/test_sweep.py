@@ -67,6 +67,7 @@ def test_what_runs_beside_a_trial_does_not_matter():
             assert close(wanted[number], other.trials[number].result().state.params)
 
 
+@pytest.mark.system
 def test_shapes_make_groups_and_floats_do_not():
     swept = sweep(space={**RATES, "width": [4, 8]}, trials=8, epochs=1)
     assert {tried.values["width"] for tried in swept.trials} == {4, 8} and swept.programs == 2
@@ -206,6 +207,7 @@ def test_the_largest_may_be_the_best():
     )
 
 
+@pytest.mark.system
 def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
     rename, calls = Path.rename, []
 
@@ -229,6 +231,7 @@ def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
         assert close(mine.result().trainer.restore(folder).params, its.result().state.params)
 
 
+@pytest.mark.system
 def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
     more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
     monkeypatch.setattr(SweepRunner, "_sweep", lambda *given: (_ for _ in ()).throw(StoppedError))

@@ -153,7 +153,7 @@ STACKS_AND_LISTS = [(name, False) for name in FLOAT_LAYOUTS]
 STACKS_AND_LISTS += [(name, True) for name in FLOAT_LAYOUTS if not LAYOUTS[name]["layout"].pipeline.axis]  # a pipeline is made of a stack
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kept", [None, "int8", "nf4"])
 @pytest.mark.parametrize(("name", "blocks"), STACKS_AND_LISTS)
 def test_adapters_train_alike_under_every_layout(name, kept, blocks):
@@ -327,6 +327,7 @@ def test_gradients_of_a_list_of_blocks_do_without_frozen_ones():
         np.testing.assert_allclose(ours[path], theirs[path], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "bfloat16", "accumulate": 2}])
 def test_accumulation_and_precision(options):
     how = {"train": Train(frozen="bfloat16" if "precision" in options else "int8", block=64), "adapters": ADAPTERS}
@@ -339,6 +340,7 @@ def test_accumulation_and_precision(options):
         assert dtypes["stack/layers/kernel"] == "bfloat16" and dtypes["stack/layers/bias"] == dtypes["head/bias"] == "float32"
 
 
+@pytest.mark.system
 def test_loss_may_read_a_quantized_kernel_itself():
     def by_hand(model, batch):
         x = model.stack(jnp.tanh(model.first(batch["x"])))

@@ -145,6 +145,7 @@ def trainer(model, optimizer, **options):
     return made
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", kinds("nnx"))
 def test_restore_of_params_under_another_optimizer(kind, tmp_path):
     saved = fit(MODELS[kind](), checkpoint=tmp_path, seed=1).state

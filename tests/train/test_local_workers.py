@@ -330,6 +330,7 @@ def test_resume_between_two_syncs_gives_the_same_bits(server, tmp_path, caplog):
         assert np.array_equal(np.asarray(leaf), np.asarray(resumed))
 
 
+@pytest.mark.system
 def test_what_is_on_its_way_is_not_forgotten(tmp_path):
     options = {"loss": spmd.losses.cross_entropy, "optimizer": SGD, "mesh": "data=8", "batch_size": 32, "progress": False}
     model, rows, folder = spmd.FunctionalModel(init, apply), tuple(data(256).values()), tmp_path / "run"
@@ -392,6 +393,7 @@ def test_batch_statistics_are_of_a_worker_s_own_rows(mode):
         close(flatten(state.stats), flatten(plain.stats))
 
 
+@pytest.mark.system
 def test_a_worker_without_rows_stays_where_it_is():
     trainer = trainer_by_hand(ADAMW, mode="local", every=5)
     state = ran(trainer, 1)
@@ -402,6 +404,7 @@ def test_a_worker_without_rows_stays_where_it_is():
         assert np.array_equal(after[path][6:], leaf[6:]) and not np.array_equal(after[path][:6], leaf[:6])
 
 
+@pytest.mark.system
 def test_evaluation_is_of_the_servers_weights():
     trainer = trainer_of(served(mode="local", every=5), optimizer=ADAMW)
     state, _ = trainer.step(trainer.init(), data())

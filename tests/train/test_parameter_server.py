@@ -588,6 +588,7 @@ def test_server_state_is_a_shard_of_the_full_state():
     )
 
 
+@pytest.mark.system
 def test_assigned_work_resumes_where_it_stopped(tmp_path):
     """Batches of 32, 20, 32, 32 rows, a slow worker, stopped at every step: no row is lost, none is taken twice."""
     counting, at = Counting(128), np.cumsum([0, 32, 20, 32, 32])

@@ -256,6 +256,7 @@ def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
         assert "compared on the first batch, seen in the microbatches of a 1f1b pipeline and at once" in caplog.text
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", [piped(schedule="circular", groups=2), "parameter_server", "diloco", "pipeline"], ids=str)
 def test_concrete_model_is_prepared_before_its_state_is_made(layout):
     """Its arrays are packed when they are placed, and not while a step is traced."""
@@ -298,6 +299,7 @@ def test_a_circle_takes_the_microbatches_that_are_declared(declared, rows, count
     assert split_microbatches(parallel, jax.ShapeDtypeStruct((rows, 2), "float32")).count == count
 
 
+@pytest.mark.system
 def test_schedules_are_those_of_a_step():
     """Of what a worker has after accumulation, whatever is evaluated meanwhile."""
     trainer, state, _ = trained(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b")), steps=0, accumulate=2)

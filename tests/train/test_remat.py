@@ -123,6 +123,7 @@ def test_recomputing_changes_no_result(policy, gather):
     assert bool(weights & kept) == (gather == "full"), "gathered by layer, weights are gathered again for the backward pass"
 
 
+@pytest.mark.system
 def test_policies_keep_what_they_say():
     count = {policy: products(trainer_of(remat)) for policy, remat in POLICIES.items()}
     kept = products(trainer_of(Remat()))

@@ -74,6 +74,7 @@ def test_boxed_kernels_that_are_initialised_flat(wrap, layout, mesh):
     assert_as_on_one_device(Attention(wrap), layout, mesh)
 
 
+@pytest.mark.system
 def test_boxes_that_name_mesh_axes():
     assert_as_on_one_device(Attention(names=(None, "data", None)), "data_parallel", "data=8")
 

@@ -157,6 +157,7 @@ def noisy(model, batch, rng):
     return token_mean(model, {**batch, "x": batch["x"] + 3 * jax.random.normal(rng, batch["x"].shape)})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("loss", "options"), [(token_mean, {"precision": "bfloat16"}), (weighted, {"precision": "bfloat16"}), (noisy, {})])
 def test_compare_sees_through_rounding_and_noise(loss, options):
     with pytest.raises(LossError, match="no mean over rows"):
@@ -186,6 +187,7 @@ def test_fixes_that_compare_offers_train_as_one_device(case):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), weights, params)
 
 
+@pytest.mark.system
 def test_compare_refuses_accumulation_and_offers_what_works():
     with pytest.raises(LossError, match=r"seen in 4 microbatches:(.|\n)*fix: accumulate=1, which was tried"):
         trained(trainer_of(token_mean, mesh="data=1", accumulate=4))

@@ -271,6 +271,7 @@ def test_mean_error_is_within_codec_bound(case):
         assert lost < np.linalg.norm(true)  # no mean at all would lose all of it, which is within the bounds of some
 
 
+@pytest.mark.sampled(7)
 @every_case
 def test_exact_gradients_are_exact_to_float_rounding(case):
     result, workers = outcome(case), WORKERS[case[2]]

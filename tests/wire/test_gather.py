@@ -69,6 +69,7 @@ def test_exact_gradients_are_the_means_of_full_ones():
     assert max(np.abs(grad).max() for grad in jax.tree.leaves(full)) > 1e-3
 
 
+@pytest.mark.system
 def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_after_the_fact():
     """Three steps of gradients at fixed parameters: the same bits as full local gradients, exchanged per layer by `reduce_bucket`."""
     codec = wire.int8(block=16)

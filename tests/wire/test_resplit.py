@@ -98,6 +98,7 @@ def test_moments_of_zero1_are_split_anew():
     assert distance(continued, uninterrupted) < 1e-6
 
 
+@pytest.mark.system
 def test_local_sgd_keeps_the_mean_of_its_workers_parameters():
     tx = wire.local_sgd("data", inner=optax.adam(1e-2), outer=optax.sgd(1.0, momentum=0.5), every=4, overlap=1, **INT8)
     start = wire.init(tx, make_params(), mesh_of(8))
