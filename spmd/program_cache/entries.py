@@ -15,6 +15,7 @@ from etils import epath
 
 from spmd import checksummed_files
 from spmd.checksummed_files import DamagedFileError
+from spmd.user_paths import explain_os_error
 
 SCHEME = "spmd-programs://"
 SUFFIX = "-cache"  # of JAX's entries
@@ -86,7 +87,8 @@ def _read(path: Path) -> bytes | None:
             path.unlink()
         _log_once(path.parent, "damaged", f"{path} is damaged ({error}): this program is compiled again.")
     except OSError as error:
-        _log_once(path.parent, "read", f"the compiled programs in {path.parent} cannot be read: {error.strerror}; they are compiled again.")
+        why = f"the compiled programs in {path.parent} cannot be read: {explain_os_error(path, error)}"
+        _log_once(path.parent, "read", f"{why}; they are compiled again.")
     return None
 
 
@@ -96,7 +98,7 @@ def _write(path: Path, content: bytes) -> None:
         _make_room(path.parent, len(content))
         checksummed_files.write(path, content)
     except OSError as error:
-        why = f"compiled programs cannot be kept in {path.parent}: {error.strerror}."
+        why = f"compiled programs cannot be kept in {path.parent}: {explain_os_error(path, error)}."
         _log_once(path.parent, "write", f"{why} The next start compiles them again, unless compile_cache= is another folder.")
 
 

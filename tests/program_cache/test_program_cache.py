@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,27 @@ def test_folder_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path, 12345, -1)
     assert distrust(tmp_path) == f"{tmp_path} belongs to another user (id 12345)"
     assert distrust(tmp_path / "not there") == ""
+
+
+@pytest.mark.parametrize("name", ["a file", "n" * 300])
+def test_folder_that_cannot_be_looked_up_is_logged(jax_cache, tmp_path, caplog, name):
+    (tmp_path / "a file").touch()
+    use_folder(tmp_path / name / "programs")
+    assert add(18.5).compiled == 1
+    reason = {"a file": f"{tmp_path / name} is a file"}.get(name, "File name too long")
+    assert f"compiled programs cannot be kept in {active_folder()}: {reason}." in caplog.text
+
+
+def test_user_without_home_folder_has_no_cache(monkeypatch, caplog):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SPMD_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert choose_folder(None, None) is None and "no home folder" in caplog.text
+    with pytest.raises(OptionError, match=r"SPMD_CACHE names another folder"):
+        cache_folder("plans")
 
 
 def observe(facts, code, number, what="the step"):
