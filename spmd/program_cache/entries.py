@@ -24,6 +24,7 @@ STALE_SECONDS = 3600.0  # a file this old that is not renamed yet was left by a 
 
 on_miss: list[Callable[[str], None]] = []  # called with the name of an entry that is not there, before it is compiled
 _sizes: dict[Path, list[int]] = {}  # of folders that this process has written to: bytes and entries
+_present: set[Path] = set()  # folders that this process has found or made
 _logged: set[tuple[Path, str]] = set()
 
 
@@ -79,6 +80,7 @@ def _read(path: Path) -> bytes | None:
     try:
         content = checksummed_files.read(path)
         if content is not None:
+            _present.add(path.parent)
             with contextlib.suppress(OSError):
                 os.utime(path)  # marks it as recently used
         return content
@@ -93,6 +95,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, content: bytes) -> None:
+    if was_removed(path.parent):
+        return
     try:
         make_private(path.parent)
         _make_room(path.parent, len(content))
@@ -107,6 +111,18 @@ def make_private(folder: Path) -> None:
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
+    _present.add(folder)
+
+
+def was_removed(folder: Path) -> bool:
+    """Whether a folder was there and is not any more: a temporary run, whose folder must not come back."""
+    return folder in _present and not folder.exists()
+
+
+def begin(folder: Path) -> None:
+    """A run begins to use a folder; that it was there before means nothing."""
+    _present.discard(folder)
+    _sizes.pop(folder, None)
 
 
 def _make_room(folder: Path, needed: int) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -38,6 +39,7 @@ def jax_cache():
     compilation_cache.reset_cache()
     activate._before.clear()
     entries._sizes.clear()
+    entries._present.clear()
     entries._logged.clear()
 
 
@@ -172,6 +174,17 @@ def test_user_without_home_folder_has_no_cache(monkeypatch, caplog):
     assert choose_folder(None, None) is None and "no home folder" in caplog.text
     with pytest.raises(OptionError, match=r"SPMD_CACHE names another folder"):
         cache_folder("plans")
+
+
+def test_removed_folder_is_not_made_again_before_the_next_run(jax_cache, tmp_path, caplog):
+    run = tmp_path / "run"
+    use_folder(run / "programs")
+    observe({"a": "1"}, {}, 19.5)
+    shutil.rmtree(run)
+    observe({"a": "2"}, {}, 20.5)
+    assert not run.exists() and not caplog.text
+    use_folder(run / "programs")
+    assert add(21.5).compiled == add(21.5).loaded == 1
 
 
 def observe(facts, code, number, what="the step"):
