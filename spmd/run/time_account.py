@@ -211,7 +211,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
         launched, phase = values["launched"], str(values["phase"])
         Goodput(Timeline(0.0))[phase]
         return {"timeline": Timeline.from_json(values), "phase": phase, "launched": launched if launched is None else float(launched)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
 

@@ -224,14 +224,26 @@ def test_checkpoint_of_an_earlier_version_gives_the_training_so_far(clock, tmp_p
     assert spent(account) == {"training": 60.0, "down": 40.0}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phase": "no phase"}', "null", "[" * 100_000, '{"launched": "x"}'])
+HUGE = f'{{"launched": null, "phase": "training", "began": 1{"0" * 400}}}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phase": "no phase"}', "null", "[" * 100_000, '{"launched": "x"}', HUGE])
 def test_damaged_account_is_left_out(clock, tmp_path, monkeypatch, text):
     (tmp_path / "goodput.json").write_text(text)
     monkeypatch.setenv("SPMD_ATTEMPT", "1")
     assert spent(TimeAccount.open(tmp_path)) == {}
 
 
-@pytest.mark.parametrize("key, value", [("width", 0.0), ("until", float("nan")), ("bins", [{"training": -1.0}]), ("totals", {"x": 1.0})])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("width", 0.0),
+        ("until", float("nan")),
+        ("bins", [{"training": -1.0}]),
+        ("totals", {"x": 1.0}),
+        ("totals", {"training": 100.0}),  # of 0 seconds
+    ],
+)
 def test_account_with_a_wrong_value_is_left_out(clock, tmp_path, monkeypatch, key, value):
     account = TimeAccount.open(tmp_path)
     account.write_to(tmp_path)
@@ -240,6 +252,12 @@ def test_account_with_a_wrong_value_is_left_out(clock, tmp_path, monkeypatch, ke
     clock.now += 8.0
     monkeypatch.setenv("SPMD_ATTEMPT", "1")
     assert spent(TimeAccount.open(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("times", ["5", "inf", "nan nan", "1 2 3", "noon"])
+def test_times_that_no_launcher_gives_are_left_out(clock, monkeypatch, times):
+    monkeypatch.setenv("SPMD_TIMES", times)
+    assert spent(TimeAccount.open(None)) == {}
 
 
 def test_account_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog):
