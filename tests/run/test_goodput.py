@@ -224,6 +224,18 @@ def test_checkpoint_of_an_earlier_version_gives_the_training_so_far(clock, tmp_p
     assert spent(account) == {"training": 60.0, "down": 40.0}
 
 
+def test_clock_that_was_set_back_between_attempts(clock, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMD_ATTEMPT", "1")
+    account = TimeAccount.open(tmp_path)
+    account.write_to(tmp_path)
+    trained(account, clock, 50.0)
+    account.close()
+    clock.now -= 3600.0
+    resumed = TimeAccount.open(tmp_path)
+    trained(resumed, clock, 7.0)
+    assert spent(resumed) == {"training": 57.0}
+
+
 HUGE = f'{{"launched": null, "phase": "training", "began": 1{"0" * 400}}}'
 
 
@@ -263,8 +275,11 @@ def test_times_that_no_launcher_gives_are_left_out(clock, monkeypatch, times):
 def test_account_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog):
     account = TimeAccount.open(tmp_path)
     account.write_to(tmp_path / "missing")
-    account.close()
+    trained(account, clock, 1.0)
     assert "goodput.json cannot be written" in caplog.text and len(caplog.records) == 1
+    (tmp_path / "missing").mkdir()  # as a full disk that has room again
+    account.close()
+    assert sorted(path.name for path in (tmp_path / "missing").iterdir()) == ["goodput.html", "goodput.json"]
 
 
 # The timeline ------------------------------------------------------------------------------------------------------------
