@@ -90,6 +90,7 @@ class TimeAccount:
             yield
         finally:
             self._enter(previous)
+            self._write()  # and one that is killed after it was not
 
     def _enter(self, phase: str) -> str:
         """Charge the time so far to the current phase, which is returned, and enter another."""

@@ -136,11 +136,10 @@ def test_restart_continues_the_account_and_counts_lost_steps_as_repeated(clock, 
     trained(first, clock, 60.0)
     pace = first.to_checkpoint()
     trained(first, clock, 16.0)
-    with first("evaluating"):
-        clock.now += 5.0  # killed here, after 3 s
-    launched(monkeypatch, 1000.0, 1001.0, 1083.0, 1090.0)
-    clock.now = 1092.0
-    second = TimeAccount.open(tmp_path)
+    with first("evaluating"):  # killed here, after 3 s
+        launched(monkeypatch, 1000.0, 1001.0, 1083.0, 1090.0)
+        clock.now = 1092.0
+        second = TimeAccount.open(tmp_path)
     second.write_to(tmp_path)
     second.resume(pace)
     trained(second, clock, 8.0)
@@ -158,12 +157,15 @@ def test_restart_without_a_checkpoint_repeats_all(clock, tmp_path, monkeypatch):
     launched(monkeypatch, 1000.0, 1000.0)
     first = TimeAccount.open(tmp_path)
     first.write_to(tmp_path)
-    trained(first, clock, 60.0)
-    launched(monkeypatch, 1000.0, 1000.0, 1064.0, 1064.0)
+    with first("training"):  # killed here
+        clock.now += 60.0
+        launched(monkeypatch, 1000.0, 1000.0, 1064.0, 1064.0)
+        clock.now = 1064.0
+        second = TimeAccount.open(tmp_path)
+        second.resume(None)
+        assert spent(second) == {"repeated": 64.0}
+        clock.now = 1060.0
     clock.now = 1064.0
-    second = TimeAccount.open(tmp_path)
-    second.resume(None)
-    assert spent(second) == {"repeated": 64.0}  # killed while it trained
     first.close()
     third = TimeAccount.open(tmp_path)
     third.resume(None)
@@ -234,6 +236,23 @@ def test_clock_that_was_set_back_between_attempts(clock, tmp_path, monkeypatch):
     resumed = TimeAccount.open(tmp_path)
     trained(resumed, clock, 7.0)
     assert spent(resumed) == {"training": 57.0}
+
+
+def test_training_after_a_save_that_a_kill_ends_is_repeated(clock, tmp_path, monkeypatch):
+    launched(monkeypatch, 1000.0, 1000.0)
+    account = TimeAccount.open(tmp_path)
+    account.write_to(tmp_path)
+    with account("training"):
+        clock.now += 30.0
+        with account("saving"):
+            saved = account.to_checkpoint()
+            clock.now += 1.0
+        # here are 500 seconds of steps, without a record, until the process is killed
+        launched(monkeypatch, 1000.0, 1000.0, 1531.0, 1531.0)
+        clock.now = 1531.0
+        restarted = TimeAccount.open(tmp_path)
+    restarted.resume(saved)
+    assert spent(restarted) == {"training": 30.0, "saving": 1.0, "repeated": 500.0}
 
 
 HUGE = f'{{"launched": null, "phase": "training", "began": 1{"0" * 400}}}'
