@@ -100,7 +100,7 @@ def _write(path: Path, content: bytes) -> None:
     try:
         make_private(path.parent)
         _make_room(path.parent, len(content))
-        checksummed_files.write(path, content)
+        checksummed_files.write(path, content, durable=False)  # dozens of programs would each wait for the disk
     except OSError as error:
         why = f"compiled programs cannot be kept in {path.parent}: {explain_os_error(path, error)}."
         _log_once(path.parent, "write", f"{why} The next start compiles them again, unless compile_cache= is another folder.")

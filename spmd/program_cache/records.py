@@ -88,7 +88,7 @@ def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
     others = [record for record in _read(path) if record != new]
     with contextlib.suppress(OSError):  # the entry could not be written either, which is logged
         make_private(path.parent)
-        checksummed_files.write(path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode())
+        checksummed_files.write(path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode(), durable=False)
 
 
 def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:

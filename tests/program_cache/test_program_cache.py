@@ -95,7 +95,7 @@ def test_damaged_entry_is_compiled_and_written_again(jax_cache, tmp_path, caplog
 
 
 def test_full_disk_is_logged_once(jax_cache, tmp_path, caplog, monkeypatch):
-    def full(path, content):
+    def full(path, content, *, durable):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     use_folder(tmp_path / "programs")
