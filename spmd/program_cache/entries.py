@@ -20,6 +20,7 @@ from spmd.user_paths import explain_os_error
 SCHEME = "spmd-programs://"
 SUFFIX = "-cache"  # of JAX's entries
 MOST_BYTES, MOST_ENTRIES = 4 << 30, 10_000  # the least recently used ones are removed
+KEPT = 0.9  # of these limits when one is reached, so that not every program after it looks through the folder
 STALE_SECONDS = 3600.0  # a file this old that is not renamed yet was left by a process that was killed
 
 on_miss: list[Callable[[str], None]] = []  # called with the name of an entry that is not there, before it is compiled
@@ -139,7 +140,8 @@ def _make_room(folder: Path, needed: int) -> None:
                     os.unlink(entry.path)
         entries.sort()
         size = [sum(size for _, size, _ in entries), len(entries)]
-        while entries and (size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES):
+        share = KEPT if size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES else 1.0
+        while entries and (size[0] + needed > share * MOST_BYTES or size[1] >= share * MOST_ENTRIES):
             _, freed, oldest = entries.pop(0)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(oldest)
