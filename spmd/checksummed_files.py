@@ -18,20 +18,29 @@ class DamagedFileError(Exception):
     """A file differs from what was written; the message says how."""
 
 
-def write(path: Path, content: bytes) -> None:
-    """Replace a file, and return when it is on disk; concurrent readers get the old content or the new."""
+def write(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace a file, and return when it is on disk; concurrent readers get the old content or the new.
+
+    Args:
+      path: the file.
+      content: what `read` returns.
+      durable: False: do not wait for the disk. If the machine then loses its power, the file may be damaged, which `read` notices.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.write(b'\n{"sha256": "%s"}\n' % hashlib.sha256(content).hexdigest().encode())
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+    if not durable:
+        return
     folder = os.open(path.parent, os.O_RDONLY)  # the name is durable only after its folder is synced
     try:
         os.fsync(folder)

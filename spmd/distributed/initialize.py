@@ -96,14 +96,16 @@ def was_requeued() -> bool:
 
 
 def attempt_times() -> list[float]:
-    """Seconds since 1970, from `spmd launch`: its start, then start and end of each attempt, and the start of this one. Empty without it.
+    """Seconds since 1970, from `spmd launch`: its start, then start and end of each attempt, and the start of this one. Empty without it,
+    and if they are not such times.
 
     An attempt ends with its first failure, as far as that is known, or with its last process.
     """
     try:
-        return [float(word) for word in os.environ.get("SPMD_TIMES", "").split()]
+        times = [float(word) for word in os.environ.get("SPMD_TIMES", "").split()]
     except ValueError:
         return []
+    return times if len(times) % 2 == 0 and all(map(math.isfinite, times)) else []
 
 
 def grace_seconds() -> float:

@@ -7,7 +7,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from spmd.program_cache.counts import compilations
-from spmd.program_cache.entries import SCHEME
+from spmd.program_cache.entries import SCHEME, begin
 from spmd.program_cache.folder import distrust, machine_folder
 
 FOLDER = "jax_compilation_cache_dir"
@@ -47,6 +47,8 @@ def use_folder(folder: Path | None) -> None:
     if why:
         logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s, and programs are code.", why)
         part = None
+    if part is not None:
+        begin(part)
     if part == active_folder():
         return
     _before.update({name: getattr(jax.config, name) for name in OPTIONS if name not in _before})

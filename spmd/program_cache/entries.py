@@ -15,14 +15,17 @@ from etils import epath
 
 from spmd import checksummed_files
 from spmd.checksummed_files import DamagedFileError
+from spmd.user_paths import explain_os_error
 
 SCHEME = "spmd-programs://"
 SUFFIX = "-cache"  # of JAX's entries
 MOST_BYTES, MOST_ENTRIES = 4 << 30, 10_000  # the least recently used ones are removed
+KEPT = 0.9  # of these limits when one is reached, so that not every program after it looks through the folder
 STALE_SECONDS = 3600.0  # a file this old that is not renamed yet was left by a process that was killed
 
 on_miss: list[Callable[[str], None]] = []  # called with the name of an entry that is not there, before it is compiled
 _sizes: dict[Path, list[int]] = {}  # of folders that this process has written to: bytes and entries
+_present: set[Path] = set()  # folders that this process has found or made
 _logged: set[tuple[Path, str]] = set()
 
 
@@ -78,6 +81,7 @@ def _read(path: Path) -> bytes | None:
     try:
         content = checksummed_files.read(path)
         if content is not None:
+            _present.add(path.parent)
             with contextlib.suppress(OSError):
                 os.utime(path)  # marks it as recently used
         return content
@@ -86,17 +90,20 @@ def _read(path: Path) -> bytes | None:
             path.unlink()
         _log_once(path.parent, "damaged", f"{path} is damaged ({error}): this program is compiled again.")
     except OSError as error:
-        _log_once(path.parent, "read", f"the compiled programs in {path.parent} cannot be read: {error.strerror}; they are compiled again.")
+        why = f"the compiled programs in {path.parent} cannot be read: {explain_os_error(path, error)}"
+        _log_once(path.parent, "read", f"{why}; they are compiled again.")
     return None
 
 
 def _write(path: Path, content: bytes) -> None:
+    if was_removed(path.parent):
+        return
     try:
         make_private(path.parent)
         _make_room(path.parent, len(content))
-        checksummed_files.write(path, content)
+        checksummed_files.write(path, content, durable=False)  # dozens of programs would each wait for the disk
     except OSError as error:
-        why = f"compiled programs cannot be kept in {path.parent}: {error.strerror}."
+        why = f"compiled programs cannot be kept in {path.parent}: {explain_os_error(path, error)}."
         _log_once(path.parent, "write", f"{why} The next start compiles them again, unless compile_cache= is another folder.")
 
 
@@ -105,6 +112,18 @@ def make_private(folder: Path) -> None:
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
+    _present.add(folder)
+
+
+def was_removed(folder: Path) -> bool:
+    """Whether a folder was there and is not any more: a temporary run, whose folder must not come back."""
+    return folder in _present and not folder.exists()
+
+
+def begin(folder: Path) -> None:
+    """A run begins to use a folder; that it was there before means nothing."""
+    _present.discard(folder)
+    _sizes.pop(folder, None)
 
 
 def _make_room(folder: Path, needed: int) -> None:
@@ -121,7 +140,8 @@ def _make_room(folder: Path, needed: int) -> None:
                     os.unlink(entry.path)
         entries.sort()
         size = [sum(size for _, size, _ in entries), len(entries)]
-        while entries and (size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES):
+        share = KEPT if size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES else 1.0
+        while entries and (size[0] + needed > share * MOST_BYTES or size[1] >= share * MOST_ENTRIES):
             _, freed, oldest = entries.pop(0)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(oldest)

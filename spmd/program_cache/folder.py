@@ -1,6 +1,7 @@
 """Which folder keeps compiled programs, and whether it can be trusted."""
 
 import hashlib
+import logging
 import os
 import platform
 import stat
@@ -16,9 +17,17 @@ PROGRAMS = "programs"  # the folder, in a run's folder or in the user's cache fo
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder of a kind of cache: in `$SPMD_CACHE`, or in `spmd` in the user's cache folder."""
-    chosen = os.environ.get("SPMD_CACHE")
-    return (Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd") / kind
+    """The folder of a kind of cache: in `$SPMD_CACHE`, or in `spmd` in the user's cache folder.
+
+    Raises:
+      OptionError: the user has no home folder, as in some containers.
+    """
+    if chosen := os.environ.get("SPMD_CACHE"):
+        return Path(chosen) / kind
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / kind
+    except RuntimeError as error:
+        raise OptionError("this user has no home folder for caches.", fix="$SPMD_CACHE names another folder.") from error
 
 
 def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | None:
@@ -45,7 +54,11 @@ def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | N
         return as_path(compile_cache, "compile_cache").absolute()
     if run is not None and not os.environ.get("SPMD_CACHE"):
         return Path(run).absolute() / PROGRAMS
-    return cache_folder(PROGRAMS).absolute()
+    try:
+        return cache_folder(PROGRAMS).absolute()
+    except OptionError as error:
+        logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s", error)
+        return None
 
 
 def machine_folder(folder: Path) -> Path:
@@ -60,8 +73,11 @@ def machine_folder(folder: Path) -> Path:
 
 def distrust(*folders: Path) -> str:
     """Why programs in these folders must not be run, since others can write there; "" if there is no reason, or no folder yet."""
-    for folder in filter(Path.exists, folders):
-        found = folder.stat()
+    for folder in folders:
+        try:
+            found = folder.stat()
+        except OSError:  # what cannot be found cannot be read either, which is logged then
+            continue
         if found.st_uid not in (os.geteuid(), 0):
             return f"{folder} belongs to another user (id {found.st_uid})"
         if found.st_mode & stat.S_IWOTH:

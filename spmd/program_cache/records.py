@@ -16,7 +16,7 @@ from spmd.checksummed_files import DamagedFileError
 from spmd.errors import printable
 from spmd.program_cache.activate import active_folder
 from spmd.program_cache.counts import compilations
-from spmd.program_cache.entries import make_private, on_miss
+from spmd.program_cache.entries import make_private, on_miss, was_removed
 
 MOST_RECORDS = 8  # of a program
 KINDS = {"facts", "code"}  # of what is recorded
@@ -83,10 +83,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
+    if was_removed(path.parent):
+        return
     others = [record for record in _read(path) if record != new]
     with contextlib.suppress(OSError):  # the entry could not be written either, which is logged
         make_private(path.parent)
-        checksummed_files.write(path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode())
+        checksummed_files.write(path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode(), durable=False)
 
 
 def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:

@@ -96,6 +96,9 @@ class Timeline:
         numbers = (self.began, self.width, self.until, *self.attempts)
         if not all(map(math.isfinite, numbers)) or self.width < FINEST or self.until < self.began or len(self.bins) > BINS:
             raise ValueError("not a timeline")
+        elapsed = self.until - self.began
+        if not math.isclose(sum(self.totals.values()), elapsed, rel_tol=1e-6, abs_tol=0.1):
+            raise ValueError(f"the phases do not add up to {elapsed} seconds")
         return self
 
 

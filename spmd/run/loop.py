@@ -73,9 +73,9 @@ class Loop:
             raise
         self._watchdog.record_progress("save", run.step)
         self._close()
-        if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written
+        self._close_memory(remove=True)  # which waits for the other processes
+        if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written, or since
             run.stop_reason = run.stop_reason or SIGTERM_REASON
-        self._close_memory(remove=True)
         self._watchdog.record_progress("script", run.step)
 
     def _epoch(self) -> None:

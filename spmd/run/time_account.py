@@ -46,6 +46,7 @@ class TimeAccount:
         self.timeline, self._clock, self._launched, self._phase = timeline, clock, launched, STARTING
         self.waited = 0.0
         self._path: Path | None = None
+        self._warned = False  # that it cannot be written
         self._written_at, self._closed = -math.inf, False
         self._call_seconds, self._done_at = 0.0, -math.inf  # of a call on the devices; when the last one was done
         self._last_record: tuple[int, float, int, float] | None = None  # step, time, samples, waited
@@ -66,6 +67,8 @@ class TimeAccount:
             timeline, phase = Timeline(began), STARTING
         else:
             timeline, phase = stored["timeline"], stored["phase"]
+        if (ahead := timeline.until - at) > 0:  # the clock was set back, or is behind that of the attempt before
+            clock, at = _ahead(clock, ahead), timeline.until
         unrecorded = STARTING if folder is not None else REPEATED  # without a folder an attempt starts over
         for start, end in zip(starts, ends, strict=False):
             if start > timeline.until or not timeline.attempts:
@@ -87,6 +90,7 @@ class TimeAccount:
             yield
         finally:
             self._enter(previous)
+            self._write()  # and one that is killed after it was not
 
     def _enter(self, phase: str) -> str:
         """Charge the time so far to the current phase, which is returned, and enter another."""
@@ -186,9 +190,12 @@ class TimeAccount:
         try:
             part.write_text(json.dumps(values), encoding="utf-8")
             part.replace(self._path)
-        except OSError as error:
-            logging.getLogger("spmd").warning("%s cannot be written: %s.", self._path, explain_os_error(self._path, error))
-            self._path = None
+        except OSError as error:  # of a full disk, for example, which may have room later
+            if not self._warned:
+                logging.getLogger("spmd").warning("%s cannot be written: %s.", self._path, explain_os_error(self._path, error))
+            self._warned = True
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     def close(self) -> None:
         """Stop the account; write it, and its page. What follows until the process has ended is no part of the run."""
@@ -196,12 +203,16 @@ class TimeAccount:
             return
         self._enter(DOWN)
         self._closed = True
-        path = self._path
         self._write()
-        if path is not None and self._path is not None:
+        if self._path is not None:
+            page = self.goodput.page(f"Goodput of {self._path.parent.name}")
             with contextlib.suppress(OSError):  # as for the account itself, which was just written
-                path.with_name(PAGE).write_text(self.goodput.page(f"Goodput of {path.parent.name}"), encoding="utf-8")
+                self._path.with_name(PAGE).write_text(page, encoding="utf-8")
         self._path = None
+
+
+def _ahead(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
+    return lambda: clock() + seconds
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
@@ -211,7 +222,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
         launched, phase = values["launched"], str(values["phase"])
         Goodput(Timeline(0.0))[phase]
         return {"timeline": Timeline.from_json(values), "phase": phase, "launched": launched if launched is None else float(launched)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
 

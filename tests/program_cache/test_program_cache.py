@@ -4,8 +4,10 @@ import errno
 import json
 import logging
 import os
+import shutil
 import stat
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +39,7 @@ def jax_cache():
     compilation_cache.reset_cache()
     activate._before.clear()
     entries._sizes.clear()
+    entries._present.clear()
     entries._logged.clear()
 
 
@@ -92,7 +95,7 @@ def test_damaged_entry_is_compiled_and_written_again(jax_cache, tmp_path, caplog
 
 
 def test_full_disk_is_logged_once(jax_cache, tmp_path, caplog, monkeypatch):
-    def full(path, content):
+    def full(path, content, *, durable):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     use_folder(tmp_path / "programs")
@@ -150,6 +153,38 @@ def test_folder_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path, 12345, -1)
     assert distrust(tmp_path) == f"{tmp_path} belongs to another user (id 12345)"
     assert distrust(tmp_path / "not there") == ""
+
+
+@pytest.mark.parametrize("name", ["a file", "n" * 300])
+def test_folder_that_cannot_be_looked_up_is_logged(jax_cache, tmp_path, caplog, name):
+    (tmp_path / "a file").touch()
+    use_folder(tmp_path / name / "programs")
+    assert add(18.5).compiled == 1
+    reason = {"a file": f"{tmp_path / name} is a file"}.get(name, "File name too long")
+    assert f"compiled programs cannot be kept in {active_folder()}: {reason}." in caplog.text
+
+
+def test_user_without_home_folder_has_no_cache(monkeypatch, caplog):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SPMD_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert choose_folder(None, None) is None and "no home folder" in caplog.text
+    with pytest.raises(OptionError, match=r"SPMD_CACHE names another folder"):
+        cache_folder("plans")
+
+
+def test_removed_folder_is_not_made_again_before_the_next_run(jax_cache, tmp_path, caplog):
+    run = tmp_path / "run"
+    use_folder(run / "programs")
+    observe({"a": "1"}, {}, 19.5)
+    shutil.rmtree(run)
+    observe({"a": "2"}, {}, 20.5)
+    assert not run.exists() and not caplog.text
+    use_folder(run / "programs")
+    assert add(21.5).compiled == add(21.5).loaded == 1
 
 
 def observe(facts, code, number, what="the step"):

@@ -136,11 +136,10 @@ def test_restart_continues_the_account_and_counts_lost_steps_as_repeated(clock, 
     trained(first, clock, 60.0)
     pace = first.to_checkpoint()
     trained(first, clock, 16.0)
-    with first("evaluating"):
-        clock.now += 5.0  # killed here, after 3 s
-    launched(monkeypatch, 1000.0, 1001.0, 1083.0, 1090.0)
-    clock.now = 1092.0
-    second = TimeAccount.open(tmp_path)
+    with first("evaluating"):  # killed here, after 3 s
+        launched(monkeypatch, 1000.0, 1001.0, 1083.0, 1090.0)
+        clock.now = 1092.0
+        second = TimeAccount.open(tmp_path)
     second.write_to(tmp_path)
     second.resume(pace)
     trained(second, clock, 8.0)
@@ -158,12 +157,15 @@ def test_restart_without_a_checkpoint_repeats_all(clock, tmp_path, monkeypatch):
     launched(monkeypatch, 1000.0, 1000.0)
     first = TimeAccount.open(tmp_path)
     first.write_to(tmp_path)
-    trained(first, clock, 60.0)
-    launched(monkeypatch, 1000.0, 1000.0, 1064.0, 1064.0)
+    with first("training"):  # killed here
+        clock.now += 60.0
+        launched(monkeypatch, 1000.0, 1000.0, 1064.0, 1064.0)
+        clock.now = 1064.0
+        second = TimeAccount.open(tmp_path)
+        second.resume(None)
+        assert spent(second) == {"repeated": 64.0}
+        clock.now = 1060.0
     clock.now = 1064.0
-    second = TimeAccount.open(tmp_path)
-    second.resume(None)
-    assert spent(second) == {"repeated": 64.0}  # killed while it trained
     first.close()
     third = TimeAccount.open(tmp_path)
     third.resume(None)
@@ -224,14 +226,55 @@ def test_checkpoint_of_an_earlier_version_gives_the_training_so_far(clock, tmp_p
     assert spent(account) == {"training": 60.0, "down": 40.0}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phase": "no phase"}', "null", "[" * 100_000, '{"launched": "x"}'])
+def test_clock_that_was_set_back_between_attempts(clock, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMD_ATTEMPT", "1")
+    account = TimeAccount.open(tmp_path)
+    account.write_to(tmp_path)
+    trained(account, clock, 50.0)
+    account.close()
+    clock.now -= 3600.0
+    resumed = TimeAccount.open(tmp_path)
+    trained(resumed, clock, 7.0)
+    assert spent(resumed) == {"training": 57.0}
+
+
+def test_training_after_a_save_that_a_kill_ends_is_repeated(clock, tmp_path, monkeypatch):
+    launched(monkeypatch, 1000.0, 1000.0)
+    account = TimeAccount.open(tmp_path)
+    account.write_to(tmp_path)
+    with account("training"):
+        clock.now += 30.0
+        with account("saving"):
+            saved = account.to_checkpoint()
+            clock.now += 1.0
+        # here are 500 seconds of steps, without a record, until the process is killed
+        launched(monkeypatch, 1000.0, 1000.0, 1531.0, 1531.0)
+        clock.now = 1531.0
+        restarted = TimeAccount.open(tmp_path)
+    restarted.resume(saved)
+    assert spent(restarted) == {"training": 30.0, "saving": 1.0, "repeated": 500.0}
+
+
+HUGE = f'{{"launched": null, "phase": "training", "began": 1{"0" * 400}}}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phase": "no phase"}', "null", "[" * 100_000, '{"launched": "x"}', HUGE])
 def test_damaged_account_is_left_out(clock, tmp_path, monkeypatch, text):
     (tmp_path / "goodput.json").write_text(text)
     monkeypatch.setenv("SPMD_ATTEMPT", "1")
     assert spent(TimeAccount.open(tmp_path)) == {}
 
 
-@pytest.mark.parametrize("key, value", [("width", 0.0), ("until", float("nan")), ("bins", [{"training": -1.0}]), ("totals", {"x": 1.0})])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("width", 0.0),
+        ("until", float("nan")),
+        ("bins", [{"training": -1.0}]),
+        ("totals", {"x": 1.0}),
+        ("totals", {"training": 100.0}),  # of 0 seconds
+    ],
+)
 def test_account_with_a_wrong_value_is_left_out(clock, tmp_path, monkeypatch, key, value):
     account = TimeAccount.open(tmp_path)
     account.write_to(tmp_path)
@@ -242,11 +285,20 @@ def test_account_with_a_wrong_value_is_left_out(clock, tmp_path, monkeypatch, ke
     assert spent(TimeAccount.open(tmp_path)) == {}
 
 
+@pytest.mark.parametrize("times", ["5", "inf", "nan nan", "1 2 3", "noon"])
+def test_times_that_no_launcher_gives_are_left_out(clock, monkeypatch, times):
+    monkeypatch.setenv("SPMD_TIMES", times)
+    assert spent(TimeAccount.open(None)) == {}
+
+
 def test_account_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog):
     account = TimeAccount.open(tmp_path)
     account.write_to(tmp_path / "missing")
-    account.close()
+    trained(account, clock, 1.0)
     assert "goodput.json cannot be written" in caplog.text and len(caplog.records) == 1
+    (tmp_path / "missing").mkdir()  # as a full disk that has room again
+    account.close()
+    assert sorted(path.name for path in (tmp_path / "missing").iterdir()) == ["goodput.html", "goodput.json"]
 
 
 # The timeline ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from spmd.data import prefetch
 from spmd.errors import CallbackError
 from spmd.run import time_account
 from spmd.run.checkpoint import CheckpointStore
+from spmd.run.loop import Loop
 
 pytestmark = pytest.mark.optimized  # processes of their own compile as users do
 
@@ -258,6 +259,17 @@ def test_sigterm_while_the_last_checkpoint_is_written_is_not_lost(tmp_path, monk
         seal(store)
 
     monkeypatch.setattr(CheckpointStore, "_seal", sealed)
+    with pytest.raises(SystemExit) as raised:
+        fit(steps=3, checkpoint=tmp_path)
+    assert raised.value.code == 143 and finished_steps(tmp_path) == [3]
+
+
+def test_sigterm_while_memory_is_released_is_not_lost(tmp_path, monkeypatch):
+    def released(loop, *, remove):
+        assert remove
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Loop, "_close_memory", released)
     with pytest.raises(SystemExit) as raised:
         fit(steps=3, checkpoint=tmp_path)
     assert raised.value.code == 143 and finished_steps(tmp_path) == [3]
