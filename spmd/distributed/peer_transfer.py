@@ -5,7 +5,6 @@ the connection and reads nothing more. A transfer has a time limit, and a bounde
 """
 
 import contextlib
-import hmac
 import secrets
 import socket
 import threading
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from spmd.distributed.detect_cluster import join_address
-from spmd.distributed.messages import proof_of, receive_message, send_message
+from spmd.distributed.messages import is_proof, proof_of, receive_message, send_message
 from spmd.errors import printable
 
 GREETING_SECONDS = 5.0  # for the lines before and after the bytes
@@ -67,7 +66,7 @@ class Receiver:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError):
+            with connection, contextlib.suppress(OSError, ValueError, RecursionError):  # a stranger may send anything
                 self._answer(connection)
         finally:
             self._slots.release()
@@ -76,8 +75,8 @@ class Receiver:
         nonce = secrets.token_hex(16)
         send_message(connection, {"nonce": nonce})
         message = receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}
-        proof, theirs = str(message.pop("proof", "")), str(message.get("nonce", ""))
-        if not hmac.compare_digest(proof.encode(), proof_of(self._token, nonce, message).encode()):
+        proof, theirs = message.pop("proof", ""), str(message.get("nonce", ""))
+        if not is_proof(proof, self._token, nonce, message):
             return  # not of this job: it gets no answer
         count = message.get("bytes")
         if type(count) is not int or count < 0:
@@ -131,8 +130,8 @@ def send(address: str, token: str, message: dict[str, Any], parts: Iterable[Any]
 
 def _check_answer(connection: socket.socket, token: str, nonce: str, expected: str, seconds: float) -> None:
     answer = receive_message(connection, time.monotonic() + seconds) or {}
-    proof, text = str(answer.pop("proof", "")), str(answer.get("answer"))
-    if not hmac.compare_digest(proof.encode(), proof_of(token, f"answer {nonce}", answer).encode()):
+    proof, text = answer.pop("proof", ""), str(answer.get("answer"))
+    if not is_proof(proof, token, f"answer {nonce}", answer):
         raise TransferError(f"{connection.getpeername()[0]}: it does not know this job's token, or is gone")
     if text != expected:
         raise TransferError(printable(text, 300))

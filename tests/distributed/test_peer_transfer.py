@@ -50,6 +50,16 @@ def test_strangers_are_refused(receiver, received):
     assert not received
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("proof", [b'"\\ud800"', b"[" * 900 + b"]" * 900, b"1e999", b"null"])
+def test_strange_proof_ends_no_thread_with_an_error(receiver, received, proof):
+    with socket.create_connection(("127.0.0.1", int(receiver.address.rpartition(":")[2]))) as stranger:
+        stranger.recv(1000)
+        stranger.sendall(b'{"bytes": 2, "proof": ' + proof + b"}\n")
+        assert stranger.recv(1000) == b"", "no answer"
+    assert send(receiver.address, "secret", {"name": "a", "bytes": 2}, [b"12"]) == 2 and len(received) == 1
+
+
 def test_replayed_message_is_refused(receiver, received):
     """A proof is for the nonce of one connection."""
     host, _, port = receiver.address.rpartition(":")
