@@ -19,6 +19,7 @@ from spmd.errors import printable
 GREETING_SECONDS = 5.0  # for the lines before and after the bytes
 BASE_SECONDS, SLOWEST = 10.0, 4 << 20  # a transfer may take this long, and a second for as many bytes
 MAX_CONNECTIONS = 8  # at once
+ACCEPT_AGAIN = 0.1  # seconds after an error
 
 Read = Callable[[memoryview], None]  # fills a buffer with the next bytes
 
@@ -42,6 +43,7 @@ class Receiver:
 
     def __init__(self, host: str, token: str, receive: Callable[[dict[str, Any], Read], None]):
         self._token, self._receive, self._slots = token, receive, threading.Semaphore(MAX_CONNECTIONS)
+        self._closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = join_address(host, self._listener.getsockname()[1])
@@ -49,6 +51,7 @@ class Receiver:
 
     def close(self) -> None:
         """Accept no more transfers."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -58,7 +61,9 @@ class Receiver:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed.wait(ACCEPT_AGAIN):  # else there were too many open files, for example
+                    return
+                continue
             if self._slots.acquire(blocking=False):
                 threading.Thread(target=self._serve, args=(connection,), name="spmd receive", daemon=True).start()
             else:
