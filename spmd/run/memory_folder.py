@@ -25,6 +25,7 @@ ID_FILE = "memory_id"  # beside the checkpoints on disk
 RUN_FILE, LOCK_FILE = "run.json", "lock"
 DEFAULT_BASE = Path("/dev/shm")
 HEADROOM = 1.1  # times the size of a checkpoint that must be free
+CGROUPS = Path("/sys/fs/cgroup")
 MAX_AGE = 24 * 3600.0  # seconds without a write after which a folder that no process uses is removed
 _PIECE = re.compile(r"(\d{1,15})\.(\d{1,9})(\.\d{1,9})?")  # step, rank of the writer, and rank of the sender of shards that were lost
 
@@ -226,12 +227,35 @@ def _mounts() -> Iterator[tuple[str, str]]:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that processes of this host may still take, within the limit of their cgroup; None where the system does not say."""
+    """Bytes of memory that processes of this host may still take, within the limits of their cgroups; None where that is not known."""
     known = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         known += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        known.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    with contextlib.suppress(OSError):
+        known += _left_in_cgroups(Path("/proc/self/cgroup").read_text(encoding="utf-8"), CGROUPS)
     return min(known, default=None)
+
+
+def _left_in_cgroups(groups: str, root: Path) -> list[int]:
+    """Bytes that each cgroup of this process with a limit has left; what files occupy in the page cache is given back when it is needed.
+
+    Args:
+      groups: a line "number:controllers:path" for each hierarchy. The path may be one that only the host sees, not the container.
+      root: where the hierarchies are mounted.
+    """
+    known = []
+    for number, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
+        if number == "0":
+            top, limit, used, prefix = root, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):  # the first version of cgroups
+            top, limit, used, prefix = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        inside = top / path.lstrip("/")
+        for group in (group for group in (inside, *inside.parents) if group == top or top in group.parents):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit it is "max"
+                numbers = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+                files = sum(int(numbers[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+                known.append(int((group / limit).read_text()) - int((group / used).read_text()) + files)
+    return known

@@ -123,6 +123,30 @@ def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
     assert folders["recent"].path.exists() and folders["used"].path.exists() and now.path.exists()
 
 
+VERSIONS = {
+    2: ("0::{path}\n", ".", ("memory.max", "memory.current", "memory.stat"), ""),
+    1: ("5:devices:/\n4:cpu,memory:{path}\n0::/\n", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"), "total_"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", ["/", "/job_7/step_0", "/kubepods/pod8/seen/by/the/host/only"])
+def test_memory_left_is_that_of_the_cgroup_without_the_cache_of_files(tmp_path, version, path):
+    """The limit is that of the job above the process, as under SLURM, or of a container, which sees its own group as the root."""
+    text, folder, names, prefix = VERSIONS[version]
+    limited, inside = tmp_path / folder / ("job_7" if "job" in path else "."), tmp_path / folder / "job_7" / "step_0"
+    inside.mkdir(parents=True)
+    for group, limit in [(inside, "max" if version == 2 else 1 << 63), (limited, 1000)]:
+        counted = f"anon 300\n{prefix}inactive_file 400\n{prefix}active_file 150"
+        for name, content in zip(names, (limit, 900, counted), strict=True):
+            (group / name).write_text(f"{content}\n")
+    assert min(memory_folder._left_in_cgroups(text.format(path=path), tmp_path)) == 1000 - 900 + 400 + 150
+
+
+def test_memory_left_is_unknown_without_cgroups(tmp_path):
+    assert memory_folder._left_in_cgroups("0::/a\n", tmp_path) == [] and memory_folder._left_in_cgroups("", tmp_path) == []
+
+
 def test_only_folders_of_this_module_are_memory_folders(tmp_path, run):
     folder = opened(tmp_path, run)
     assert not is_memory_folder(tmp_path) and not is_memory_folder(folder.path.parent)
