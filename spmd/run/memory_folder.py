@@ -122,8 +122,7 @@ class MemoryFolder:
         for entry in os.scandir(self.path):
             step, dot, _ = entry.name.partition(".")
             if dot and step.isdigit() and step not in names:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+                remove_piece(Path(entry.path))
 
     def lacks_room(self, size: int, keeping: Collection[int]) -> str:
         """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it does."""
@@ -148,6 +147,15 @@ class MemoryFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def remove_piece(path: Path) -> None:
+    """Remove what has the name of a piece, whatever it is, if that is possible."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def remove_stale(user: Path) -> None:
