@@ -82,17 +82,26 @@ class MemoryFolder:
         Raises:
           OSError: as for the class.
         """
-        if self._lock >= 0 and (self.path / LOCK_FILE).exists():
+        if self._holds_lock():
             return
         self.close()
         self.path.parent.parent.mkdir(parents=True, exist_ok=True)
-        _make_private(self.path.parent)
-        _make_private(self.path)
-        self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        _flock(self._lock, exclusive=False)
+        while self._lock < 0:
+            _make_private(self.path.parent)
+            _make_private(self.path)
+            self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            _flock(self._lock, exclusive=False)
+            if not self._holds_lock():  # another process removed the folder before this one had the lock
+                self.close()
         record = self.path / f"{RUN_FILE}.{os.getpid()}"
         record.write_text(json.dumps(self._record), encoding="utf-8")
         record.replace(self.path / RUN_FILE)
+
+    def _holds_lock(self) -> bool:
+        """Whether the lock is that of the folder which is there now."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._lock >= 0 and os.path.samestat(os.fstat(self._lock), (self.path / LOCK_FILE).lstat())
+        return False
 
     @property
     def host(self) -> str:
@@ -165,10 +174,19 @@ def remove_stale(user: Path) -> None:
             if not _is_private(path):
                 continue
             record = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-            current = _read_id(Path(record["folder"]) / "checkpoints" / ID_FILE)
             age = time.time() - max(entry.stat().st_mtime for entry in os.scandir(path))
-            if current != record["id"] or age > MAX_AGE:
+            if age > MAX_AGE or not _may_resume(Path(record["folder"]), record["id"]):
                 remove_unused(path)
+
+
+def _may_resume(run_folder: Path, identity: str) -> bool:
+    """Whether a run may still need its pieces; a run's folder that is not mounted here, as in another container, may be there elsewhere."""
+    try:
+        return (run_folder / "checkpoints" / ID_FILE).read_text(encoding="ascii") == identity
+    except FileNotFoundError:
+        return not run_folder.parent.is_dir()
+    except OSError:
+        return True
 
 
 def remove_unused(path: Path) -> bool:
@@ -176,11 +194,11 @@ def remove_unused(path: Path) -> bool:
     lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
     try:
         _flock(lock, exclusive=True)
+        shutil.rmtree(path, ignore_errors=True)  # with the lock: a process that waits for it creates the folder again
     except BlockingIOError:
         return False
     finally:
         os.close(lock)
-    shutil.rmtree(path, ignore_errors=True)
     return True
 
 

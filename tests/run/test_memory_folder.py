@@ -102,18 +102,34 @@ def test_used_folder_is_not_removed(tmp_path, run):
     assert remove_unused(folder.path) and not folder.path.exists()
 
 
+def test_folder_that_is_removed_before_it_is_locked_is_created_again(tmp_path, run, monkeypatch):
+    flock, before = memory_folder._flock, opened(tmp_path, run)
+    before.close()
+
+    def remove_first(descriptor, *, exclusive):
+        monkeypatch.setattr(memory_folder, "_flock", flock)
+        assert remove_unused(before.path)
+        flock(descriptor, exclusive=exclusive)
+
+    monkeypatch.setattr(memory_folder, "_flock", remove_first)
+    folder = opened(tmp_path, run)
+    assert (folder.path / memory_folder.RUN_FILE).exists() and not remove_unused(folder.path)
+    folder.close()
+
+
 def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
-    """Of another run in the same folder, of a run whose folder is gone, and an old one; one in use stays, and so does a recent one."""
+    """Of another run in the same folder, of a run whose folder is gone, and an old one. One in use stays, and so do a recent one, and that
+    of a run whose folder may only be unmounted here."""
     replaced = opened(tmp_path, run)
     replaced.close()
-    names = {name: tmp_path / name for name in ("gone", "old", "recent", "used")}
+    names = {name: tmp_path / name for name in ("gone", "old", "recent", "used", "mount/unmounted")}
     folders = {}
     for name, path in names.items():
         (path / "checkpoints").mkdir(parents=True)
         folders[name] = opened(tmp_path, path)
-    for name in ("gone", "old", "recent"):
+    for name in names.keys() - {"used"}:
         folders[name].close()
-    for path in (names["gone"], names["used"]):
+    for path in (names["gone"], names["used"], tmp_path / "mount"):
         shutil.rmtree(path)
     old = time.time() - memory_folder.MAX_AGE - 60
     for path in folders["old"].path.iterdir():
@@ -121,6 +137,7 @@ def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
     now = opened(tmp_path, run, keep=False)
     assert not replaced.path.exists() and not folders["gone"].path.exists() and not folders["old"].path.exists()
     assert folders["recent"].path.exists() and folders["used"].path.exists() and now.path.exists()
+    assert folders["mount/unmounted"].path.exists()
 
 
 VERSIONS = {
