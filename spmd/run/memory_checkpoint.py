@@ -9,6 +9,7 @@ fails is counted and logged once; it never stops training.
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import secrets
@@ -222,7 +223,8 @@ class MemoryCheckpoints:
         """
         selected = piece.select(keys)
         size = len(selected.header()) + selected.data_bytes()
-        message = {"step": piece.step, "rank": piece.rank, "sender": sender, "bytes": size}
+        digest = hashlib.sha256(selected.header()).hexdigest()  # the proof covers it, and it the checksums of all shards
+        message = {"step": piece.step, "rank": piece.rank, "sender": sender, "bytes": size, "header": digest}
         return send(self.job.addresses[receiver], job_token(), message, parts(path, piece, tuple(selected.shards)))
 
     def _receive(self, message: dict[str, Any], read: Read) -> None:
@@ -240,6 +242,8 @@ class MemoryCheckpoints:
         def check(piece: Piece) -> None:
             if (piece.step, piece.rank) != (step, rank) or piece.meta["arrays"] != self.described:
                 raise ValueError("not a piece of this state")
+            if hashlib.sha256(piece.header()).hexdigest() != message["header"]:
+                raise ValueError("the header was changed on the way")
 
         receive_piece(self.folder.piece(step, rank, sender), total, read, check)
 
