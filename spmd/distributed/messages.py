@@ -15,6 +15,11 @@ def proof_of(token: str, nonce: str, message: dict[str, Any]) -> str:
     return hmac.new(token.encode(), f"{nonce} {json.dumps(message, sort_keys=True)}".encode(), "sha256").hexdigest()
 
 
+def is_proof(proof: object, token: str, nonce: str, message: dict[str, Any]) -> bool:
+    """Whether a proof, of which a stranger may have chosen every character, is that of a message."""
+    return hmac.compare_digest(str(proof).encode(errors="replace"), proof_of(token, nonce, message).encode())
+
+
 def receive_message(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
     """One line of JSON; None if there was none, after which the caller connects again."""
     line = b""

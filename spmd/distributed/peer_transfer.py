@@ -5,7 +5,6 @@ the connection and reads nothing more. A transfer has a time limit, and a bounde
 """
 
 import contextlib
-import hmac
 import secrets
 import socket
 import threading
@@ -14,12 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from spmd.distributed.detect_cluster import join_address
-from spmd.distributed.messages import proof_of, receive_message, send_message
+from spmd.distributed.messages import is_proof, proof_of, receive_message, send_message
 from spmd.errors import printable
 
 GREETING_SECONDS = 5.0  # for the lines before and after the bytes
 BASE_SECONDS, SLOWEST = 10.0, 4 << 20  # a transfer may take this long, and a second for as many bytes
 MAX_CONNECTIONS = 8  # at once
+ACCEPT_AGAIN = 0.1  # seconds after an error
 
 Read = Callable[[memoryview], None]  # fills a buffer with the next bytes
 
@@ -43,6 +43,7 @@ class Receiver:
 
     def __init__(self, host: str, token: str, receive: Callable[[dict[str, Any], Read], None]):
         self._token, self._receive, self._slots = token, receive, threading.Semaphore(MAX_CONNECTIONS)
+        self._closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = join_address(host, self._listener.getsockname()[1])
@@ -50,6 +51,7 @@ class Receiver:
 
     def close(self) -> None:
         """Accept no more transfers."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -59,7 +61,9 @@ class Receiver:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed.wait(ACCEPT_AGAIN):  # else there were too many open files, for example
+                    return
+                continue
             if self._slots.acquire(blocking=False):
                 threading.Thread(target=self._serve, args=(connection,), name="spmd receive", daemon=True).start()
             else:
@@ -67,7 +71,7 @@ class Receiver:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError):
+            with connection, contextlib.suppress(OSError, ValueError, RecursionError):  # a stranger may send anything
                 self._answer(connection)
         finally:
             self._slots.release()
@@ -76,8 +80,8 @@ class Receiver:
         nonce = secrets.token_hex(16)
         send_message(connection, {"nonce": nonce})
         message = receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}
-        proof, theirs = str(message.pop("proof", "")), str(message.get("nonce", ""))
-        if not hmac.compare_digest(proof.encode(), proof_of(self._token, nonce, message).encode()):
+        proof, theirs = message.pop("proof", ""), str(message.get("nonce", ""))
+        if not is_proof(proof, self._token, nonce, message):
             return  # not of this job: it gets no answer
         count = message.get("bytes")
         if type(count) is not int or count < 0:
@@ -131,8 +135,8 @@ def send(address: str, token: str, message: dict[str, Any], parts: Iterable[Any]
 
 def _check_answer(connection: socket.socket, token: str, nonce: str, expected: str, seconds: float) -> None:
     answer = receive_message(connection, time.monotonic() + seconds) or {}
-    proof, text = str(answer.pop("proof", "")), str(answer.get("answer"))
-    if not hmac.compare_digest(proof.encode(), proof_of(token, f"answer {nonce}", answer).encode()):
+    proof, text = answer.pop("proof", ""), str(answer.get("answer"))
+    if not is_proof(proof, token, f"answer {nonce}", answer):
         raise TransferError(f"{connection.getpeername()[0]}: it does not know this job's token, or is gone")
     if text != expected:
         raise TransferError(printable(text, 300))

@@ -7,7 +7,6 @@ nothing else, and are closed before training.
 """
 
 import dataclasses
-import hmac
 import json
 import os
 import secrets
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.distributed.detect_cluster import World, free_port, join_address, resolve_address
-from spmd.distributed.messages import MAX_LINE_BYTES, proof_of, receive_message, send_message
+from spmd.distributed.messages import MAX_LINE_BYTES, is_proof, proof_of, receive_message, send_message
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
 MAX_SILENT = 64  # connections, besides one for each process, that may be open without a message
@@ -188,8 +187,8 @@ class _Server:
     def _register(self, connection: socket.socket, line: bytes) -> None:
         try:
             message = json.loads(line)
-            proof, nonce = str(message.pop("proof")), str(message.pop("nonce"))
-            proved = hmac.compare_digest(proof.encode(), proof_of(self.world.token, nonce, message).encode())
+            proof, nonce = message.pop("proof"), str(message.pop("nonce"))
+            proved = is_proof(proof, self.world.token, nonce, message)
             facts = {printable(str(name), 100): printable(str(value), 300) for name, value in message["facts"].items()}
             info = ProcessInfo(int(message["rank"]), int(message["size"]), printable(str(message["name"]), 300), facts)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -238,8 +237,8 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
                 )  # process 0 knows who is missing, and answers at its own timeout
         except OSError:
             answer = None
-        proof = str(answer.pop("proof", "")) if answer is not None else ""
-        if not hmac.compare_digest(proof.encode(), proof_of(world.token, f"answer {nonce}", answer or {}).encode()):
+        proof = answer.pop("proof", "") if answer is not None else ""
+        if not is_proof(proof, world.token, f"answer {nonce}", answer or {}):
             answer = None  # from a process that does not know the token
         if answer is not None and "go" in answer:
             return str(answer["go"])

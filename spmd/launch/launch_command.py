@@ -70,6 +70,7 @@ def add_to(commands: Any) -> None:
         help="run a script in several processes",
         description="Run a script in several processes that train together, on this machine or on a cluster, and restart all of them when "
         "one fails.",
+        allow_abbrev=False,  # else an argument of the script, such as --mem, could be refused as ambiguous
     )
     add = parser.add_argument
     add("--simulate", type=int, metavar="K", help="simulate K CPU devices in each process, instead of GPUs")

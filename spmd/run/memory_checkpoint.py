@@ -9,6 +9,7 @@ fails is counted and logged once; it never stops training.
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import secrets
@@ -113,7 +114,8 @@ class MemoryCheckpoints:
         self.job = self._find_hosts(start)
         self.plan: WritePlan = plan_writes(self.holders, self.described, self.job.hosts, self.job.rank)
         self.held: set[int] = set()  # steps that this process has written, or from which it was resumed
-        self._published: collections.deque[str] = collections.deque()
+        self._published: collections.deque[tuple[float, str]] = collections.deque()
+        self._publishing = threading.Lock()
         self._logged: set[str] = set()
         self._copier: StateCopier | None = None
         self._threaded: bool | None = None
@@ -221,7 +223,8 @@ class MemoryCheckpoints:
         """
         selected = piece.select(keys)
         size = len(selected.header()) + selected.data_bytes()
-        message = {"step": piece.step, "rank": piece.rank, "sender": sender, "bytes": size}
+        digest = hashlib.sha256(selected.header()).hexdigest()  # the proof covers it, and it the checksums of all shards
+        message = {"step": piece.step, "rank": piece.rank, "sender": sender, "bytes": size, "header": digest}
         return send(self.job.addresses[receiver], job_token(), message, parts(path, piece, tuple(selected.shards)))
 
     def _receive(self, message: dict[str, Any], read: Read) -> None:
@@ -239,6 +242,8 @@ class MemoryCheckpoints:
         def check(piece: Piece) -> None:
             if (piece.step, piece.rank) != (step, rank) or piece.meta["arrays"] != self.described:
                 raise ValueError("not a piece of this state")
+            if hashlib.sha256(piece.header()).hexdigest() != message["header"]:
+                raise ValueError("the header was changed on the way")
 
         receive_piece(self.folder.piece(step, rank, sender), total, read, check)
 
@@ -286,10 +291,12 @@ class MemoryCheckpoints:
                 self._publish(step, ALL, json.dumps(None))
 
     def _publish(self, step: int, name: str, text: str) -> None:
+        """Store a text for all, and remove those for which no process waits any more. A fast run votes on the next steps in between."""
         coordination.put(path := f"memory/{self.job.start}/{step}/{name}", text)
-        self._published.append(path)
-        if len(self._published) > 8:  # all have read it long ago
-            coordination.delete(self._published.popleft())
+        with self._publishing:  # the thread and the training loop both publish
+            self._published.append((time.monotonic(), path))
+            while self._published[0][0] < time.monotonic() - AGREE_SECONDS - 2 * EXTRA_SECONDS:
+                coordination.delete(self._published.popleft()[1])
 
     def _log_once(self, text: str, kind: str = "") -> None:
         if (kind or text) not in self._logged and len(self._logged) < 10:

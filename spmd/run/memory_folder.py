@@ -25,6 +25,7 @@ ID_FILE = "memory_id"  # beside the checkpoints on disk
 RUN_FILE, LOCK_FILE = "run.json", "lock"
 DEFAULT_BASE = Path("/dev/shm")
 HEADROOM = 1.1  # times the size of a checkpoint that must be free
+CGROUPS = Path("/sys/fs/cgroup")
 MAX_AGE = 24 * 3600.0  # seconds without a write after which a folder that no process uses is removed
 _PIECE = re.compile(r"(\d{1,15})\.(\d{1,9})(\.\d{1,9})?")  # step, rank of the writer, and rank of the sender of shards that were lost
 
@@ -81,17 +82,26 @@ class MemoryFolder:
         Raises:
           OSError: as for the class.
         """
-        if self._lock >= 0 and (self.path / LOCK_FILE).exists():
+        if self._holds_lock():
             return
         self.close()
         self.path.parent.parent.mkdir(parents=True, exist_ok=True)
-        _make_private(self.path.parent)
-        _make_private(self.path)
-        self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        _flock(self._lock, exclusive=False)
+        while self._lock < 0:
+            _make_private(self.path.parent)
+            _make_private(self.path)
+            self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            _flock(self._lock, exclusive=False)
+            if not self._holds_lock():  # another process removed the folder before this one had the lock
+                self.close()
         record = self.path / f"{RUN_FILE}.{os.getpid()}"
         record.write_text(json.dumps(self._record), encoding="utf-8")
         record.replace(self.path / RUN_FILE)
+
+    def _holds_lock(self) -> bool:
+        """Whether the lock is that of the folder which is there now."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._lock >= 0 and os.path.samestat(os.fstat(self._lock), (self.path / LOCK_FILE).lstat())
+        return False
 
     @property
     def host(self) -> str:
@@ -121,8 +131,7 @@ class MemoryFolder:
         for entry in os.scandir(self.path):
             step, dot, _ = entry.name.partition(".")
             if dot and step.isdigit() and step not in names:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+                remove_piece(Path(entry.path))
 
     def lacks_room(self, size: int, keeping: Collection[int]) -> str:
         """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it does."""
@@ -149,6 +158,15 @@ class MemoryFolder:
             self._lock = -1
 
 
+def remove_piece(path: Path) -> None:
+    """Remove what has the name of a piece, whatever it is, if that is possible."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def remove_stale(user: Path) -> None:
     """Remove folders of runs that no process uses, and that are old or whose run's folder has begun another run or is gone."""
     for path in list(user.iterdir()):
@@ -156,10 +174,19 @@ def remove_stale(user: Path) -> None:
             if not _is_private(path):
                 continue
             record = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-            current = _read_id(Path(record["folder"]) / "checkpoints" / ID_FILE)
             age = time.time() - max(entry.stat().st_mtime for entry in os.scandir(path))
-            if current != record["id"] or age > MAX_AGE:
+            if age > MAX_AGE or not _may_resume(Path(record["folder"]), record["id"]):
                 remove_unused(path)
+
+
+def _may_resume(run_folder: Path, identity: str) -> bool:
+    """Whether a run may still need its pieces; a run's folder that is not mounted here, as in another container, may be there elsewhere."""
+    try:
+        return (run_folder / "checkpoints" / ID_FILE).read_text(encoding="ascii") == identity
+    except FileNotFoundError:
+        return not run_folder.parent.is_dir()
+    except OSError:
+        return True
 
 
 def remove_unused(path: Path) -> bool:
@@ -167,11 +194,11 @@ def remove_unused(path: Path) -> bool:
     lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
     try:
         _flock(lock, exclusive=True)
+        shutil.rmtree(path, ignore_errors=True)  # with the lock: a process that waits for it creates the folder again
     except BlockingIOError:
         return False
     finally:
         os.close(lock)
-    shutil.rmtree(path, ignore_errors=True)
     return True
 
 
@@ -226,12 +253,35 @@ def _mounts() -> Iterator[tuple[str, str]]:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that processes of this host may still take, within the limit of their cgroup; None where the system does not say."""
+    """Bytes of memory that processes of this host may still take, within the limits of their cgroups; None where that is not known."""
     known = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         known += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        known.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    with contextlib.suppress(OSError):
+        known += _left_in_cgroups(Path("/proc/self/cgroup").read_text(encoding="utf-8"), CGROUPS)
     return min(known, default=None)
+
+
+def _left_in_cgroups(groups: str, root: Path) -> list[int]:
+    """Bytes that each cgroup of this process with a limit has left; what files occupy in the page cache is given back when it is needed.
+
+    Args:
+      groups: a line "number:controllers:path" for each hierarchy. The path may be one that only the host sees, not the container.
+      root: where the hierarchies are mounted.
+    """
+    known = []
+    for number, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
+        if number == "0":
+            top, limit, used, prefix = root, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):  # the first version of cgroups
+            top, limit, used, prefix = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        inside = top / path.lstrip("/")
+        for group in (group for group in (inside, *inside.parents) if group == top or top in group.parents):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit it is "max"
+                numbers = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+                files = sum(int(numbers[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+                known.append(int((group / limit).read_text()) - int((group / used).read_text()) + files)
+    return known

@@ -22,6 +22,7 @@ from spmd.distributed.peer_transfer import TransferError
 from spmd.errors import printable
 from spmd.run.checkpoint_reader import arrays_by_path, check_meta, take
 from spmd.run.memory_checkpoint import MemoryCheckpoints
+from spmd.run.memory_folder import remove_piece
 from spmd.run.memory_plan import FoundPiece, complete_steps, plan_shipments, shard_bounds
 from spmd.run.piece_file import Key, Piece, read_header, read_shards
 from spmd.train.state import State
@@ -160,7 +161,7 @@ def _ship(memory: MemoryCheckpoints, name: str, keys: tuple[Key, ...], receiver:
         memory.counts.bytes_sent += memory.ship(receiver, read_header(path), path, keys, memory.job.rank)
         return ""
     except (TransferError, DamagedFileError, OSError) as error:
-        path.unlink(missing_ok=True)
+        remove_piece(path)
         return f"{memory.job.names[memory.job.rank]}: {name} cannot be sent: {error}"
 
 
@@ -186,7 +187,7 @@ def _read_local(memory: MemoryCheckpoints, step: int, start: str) -> tuple[dict[
 
 
 def _remove_damaged(memory: MemoryCheckpoints, name: str, why: str) -> str:
-    (memory.folder.path / name).unlink(missing_ok=True)
+    remove_piece(memory.folder.path / name)
     text = f"the piece {name} in memory of {memory.job.names[memory.job.rank]} is damaged ({why}) and was removed"
     logging.getLogger("spmd").warning("%s.", text)
     return text

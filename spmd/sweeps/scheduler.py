@@ -20,7 +20,7 @@ from spmd.mesh import make_mesh
 from spmd.run.history import History
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
-from spmd.sweeps.storage import SweepStore, is_writer, open_checkpoints
+from spmd.sweeps.storage import SweepStore, in_writer, is_writer, open_checkpoints
 from spmd.sweeps.successive_halving import best
 from spmd.sweeps.train_chunk import Chunk, filled
 from spmd.sweeps.vmapped_trials import VmappedTrials
@@ -212,5 +212,4 @@ class SweepRunner:
         state = jax.tree.map(lambda leaf: place_copy(leaf, everywhere), result.state)
         with open_checkpoints(unfinished) as store:
             store.save(state, int(result.state.step), {**about, **more}, {})
-        if is_writer():
-            unfinished.rename(place)  # complete, or absent
+        in_writer(lambda: unfinished.rename(place))  # complete, or absent; no process returns before it is there

@@ -32,8 +32,8 @@ def is_writer() -> bool:
     return jax.process_index() == 0
 
 
-def _in_writer(action: Callable[[], Result]) -> Result | None:
-    """Call a function in the process that writes; its error is raised in all."""
+def in_writer(action: Callable[[], Result]) -> Result | None:
+    """Call a function in the process that writes, while the others wait; its error is raised in all."""
     return raise_everywhere(lambda: action() if is_writer() else None, CheckpointError, "the sweep's folder cannot be used")
 
 
@@ -52,7 +52,7 @@ def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
         make_folder(folder, CheckpointError)
         return FolderOwnership(folder)
 
-    owner = _in_writer(take)
+    owner = in_writer(take)
     try:
         yield owner
     finally:
@@ -80,7 +80,7 @@ class SweepStore:
     def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: FolderOwnership | None = None):
         self._folder, self._owner = folder, owner
         if folder is not None:
-            _in_writer(lambda: self._open(folder, about, resume=resume))
+            in_writer(lambda: self._open(folder, about, resume=resume))
 
     def _open(self, folder: Path, about: Mapping[str, str], *, resume: bool) -> None:
         file = folder / ABOUT

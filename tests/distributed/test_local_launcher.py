@@ -223,6 +223,17 @@ def test_bad_options_are_reported(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--mem", "--p", "--no"])
+def test_option_of_the_script_may_begin_as_several_of_the_launcher(option, monkeypatch):
+    from spmd.launch import local_launcher
+    from spmd.launch.cli import main
+
+    started = []
+    monkeypatch.setattr(local_launcher, "launch", lambda argv, config, log: started.append(argv) or 0)
+    assert main(["launch", "--processes", "2", "--simulate", "2", __file__, option, "3"]) == 0
+    assert started == [[__file__, option, "3"]]
+
+
 OWN = """
 import sys
 import jax

@@ -1,5 +1,7 @@
 """Transfers between processes: bytes arrive as they were sent, and only between processes that know the token."""
 
+import contextlib
+import errno
 import socket
 import threading
 
@@ -48,6 +50,16 @@ def test_strangers_are_refused(receiver, received):
         stranger.sendall(b'{"name": "a", "bytes": 2, "proof": 5}\n')
         assert stranger.recv(1000) == b"", "no answer"
     assert not received
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("proof", [b'"\\ud800"', b"[" * 900 + b"]" * 900, b"1e999", b"null"])
+def test_strange_proof_ends_no_thread_with_an_error(receiver, received, proof):
+    with socket.create_connection(("127.0.0.1", int(receiver.address.rpartition(":")[2]))) as stranger:
+        stranger.recv(1000)
+        stranger.sendall(b'{"bytes": 2, "proof": ' + proof + b"}\n")
+        assert stranger.recv(1000) == b"", "no answer"
+    assert send(receiver.address, "secret", {"name": "a", "bytes": 2}, [b"12"]) == 2 and len(received) == 1
 
 
 def test_replayed_message_is_refused(receiver, received):
@@ -101,6 +113,23 @@ def test_sender_that_stops_in_the_middle_is_noticed(receiver, received):
 def iter_that_fails():
     yield b"12"
     raise OSError("gone")
+
+
+def test_receiver_accepts_again_after_an_error(receiver, received, monkeypatch):
+    accept, failed = socket.socket.accept, []
+
+    def fail_once(listener):
+        connection = accept(listener)
+        if failed:
+            return connection
+        failed.append(connection[0].close())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    for _ in range(2):  # the receiver is waiting in the original function when this begins
+        with contextlib.suppress(TransferError):
+            send(receiver.address, "secret", {"name": "a", "bytes": 2}, [b"12"])
+    assert failed and send(receiver.address, "secret", {"name": "b", "bytes": 2}, [b"12"]) == 2 and received[-1][0] == "b"
 
 
 def test_closed_receiver_refuses(receiver):

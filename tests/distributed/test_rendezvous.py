@@ -204,8 +204,9 @@ def test_strangers_get_no_answer(port):
             assert silent.recv(1) == b""
 
 
-def test_answer_without_the_token_is_ignored(port, clock):
-    """A stranger that has taken the port cannot learn the token, nor redirect a process to its own service."""
+@pytest.mark.parametrize("proof", [None, "\ud800"])
+def test_answer_without_the_token_is_ignored(port, clock, proof):
+    """A stranger that has taken the port cannot learn the token, nor redirect a process to its own service, nor end it."""
     received = []
 
     def squat(listener):
@@ -216,7 +217,8 @@ def test_answer_without_the_token_is_ignored(port, clock):
                 return
             with connection, connection.makefile("rb") as lines:
                 received.append(lines.readline())
-                connection.sendall(json.dumps({"go": "127.0.0.1:1", "proof": json.loads(received[-1])["proof"]}).encode() + b"\n")
+                answer = {"go": "127.0.0.1:1", "proof": proof or json.loads(received[-1])["proof"]}
+                connection.sendall(json.dumps(answer).encode() + b"\n")
 
     with socket.create_server(("127.0.0.1", port)) as listener:
         squatter = threading.Thread(target=squat, args=(listener,), daemon=True)

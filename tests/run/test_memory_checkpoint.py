@@ -113,7 +113,7 @@ def test_damaged_checkpoint_on_disk_is_replaced_by_memory(tmp_path, killed):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("how", ["bit", "header", "truncated", "deleted", "other step"])
+@pytest.mark.parametrize("how", ["bit", "header", "truncated", "deleted", "other step", "folder"])
 def test_damaged_piece_is_removed_and_an_older_step_is_used(tmp_path, killed, how, caplog):
     reference = fit(steps=20)
     start_and_kill(tmp_path, killed)
@@ -124,8 +124,10 @@ def test_damaged_piece_is_removed_and_an_older_step_is_used(tmp_path, killed, ho
         path.write_bytes(content)
     elif how == "truncated":
         path.write_bytes(content[:100])
-    elif how == "deleted":
+    elif how in ("deleted", "folder"):
         path.unlink()
+        if how == "folder":
+            (path / "inside").mkdir(parents=True)
     else:
         path.rename(path.with_name("9.0"))
     result = fit(steps=20, checkpoint=checkpoint(tmp_path), resume=True)

@@ -102,18 +102,34 @@ def test_used_folder_is_not_removed(tmp_path, run):
     assert remove_unused(folder.path) and not folder.path.exists()
 
 
+def test_folder_that_is_removed_before_it_is_locked_is_created_again(tmp_path, run, monkeypatch):
+    flock, before = memory_folder._flock, opened(tmp_path, run)
+    before.close()
+
+    def remove_first(descriptor, *, exclusive):
+        monkeypatch.setattr(memory_folder, "_flock", flock)
+        assert remove_unused(before.path)
+        flock(descriptor, exclusive=exclusive)
+
+    monkeypatch.setattr(memory_folder, "_flock", remove_first)
+    folder = opened(tmp_path, run)
+    assert (folder.path / memory_folder.RUN_FILE).exists() and not remove_unused(folder.path)
+    folder.close()
+
+
 def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
-    """Of another run in the same folder, of a run whose folder is gone, and an old one; one in use stays, and so does a recent one."""
+    """Of another run in the same folder, of a run whose folder is gone, and an old one. One in use stays, and so do a recent one, and that
+    of a run whose folder may only be unmounted here."""
     replaced = opened(tmp_path, run)
     replaced.close()
-    names = {name: tmp_path / name for name in ("gone", "old", "recent", "used")}
+    names = {name: tmp_path / name for name in ("gone", "old", "recent", "used", "mount/unmounted")}
     folders = {}
     for name, path in names.items():
         (path / "checkpoints").mkdir(parents=True)
         folders[name] = opened(tmp_path, path)
-    for name in ("gone", "old", "recent"):
+    for name in names.keys() - {"used"}:
         folders[name].close()
-    for path in (names["gone"], names["used"]):
+    for path in (names["gone"], names["used"], tmp_path / "mount"):
         shutil.rmtree(path)
     old = time.time() - memory_folder.MAX_AGE - 60
     for path in folders["old"].path.iterdir():
@@ -121,6 +137,31 @@ def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
     now = opened(tmp_path, run, keep=False)
     assert not replaced.path.exists() and not folders["gone"].path.exists() and not folders["old"].path.exists()
     assert folders["recent"].path.exists() and folders["used"].path.exists() and now.path.exists()
+    assert folders["mount/unmounted"].path.exists()
+
+
+VERSIONS = {
+    2: ("0::{path}\n", ".", ("memory.max", "memory.current", "memory.stat"), ""),
+    1: ("5:devices:/\n4:cpu,memory:{path}\n0::/\n", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"), "total_"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", ["/", "/job_7/step_0", "/kubepods/pod8/seen/by/the/host/only"])
+def test_memory_left_is_that_of_the_cgroup_without_the_cache_of_files(tmp_path, version, path):
+    """The limit is that of the job above the process, as under SLURM, or of a container, which sees its own group as the root."""
+    text, folder, names, prefix = VERSIONS[version]
+    limited, inside = tmp_path / folder / ("job_7" if "job" in path else "."), tmp_path / folder / "job_7" / "step_0"
+    inside.mkdir(parents=True)
+    for group, limit in [(inside, "max" if version == 2 else 1 << 63), (limited, 1000)]:
+        counted = f"anon 300\n{prefix}inactive_file 400\n{prefix}active_file 150"
+        for name, content in zip(names, (limit, 900, counted), strict=True):
+            (group / name).write_text(f"{content}\n")
+    assert min(memory_folder._left_in_cgroups(text.format(path=path), tmp_path)) == 1000 - 900 + 400 + 150
+
+
+def test_memory_left_is_unknown_without_cgroups(tmp_path):
+    assert memory_folder._left_in_cgroups("0::/a\n", tmp_path) == [] and memory_folder._left_in_cgroups("", tmp_path) == []
 
 
 def test_only_folders_of_this_module_are_memory_folders(tmp_path, run):

@@ -1,6 +1,7 @@
 """Several processes agree on whether a checkpoint is written to memory, with a thread for each and a dict as the service."""
 
 import collections
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ def process(rank, held=(20,), why=""):
     memory.job, memory.plan = SimpleNamespace(rank=rank, start="start", names=["host"] * SIZE), SimpleNamespace(host_bytes=0)
     memory.folder = SimpleNamespace(create=lambda: None, lacks_room=lambda size, keeping: why)
     memory.held, memory._logged, memory._published, memory._closed = set(held), set(), collections.deque(), threading.Event()
+    memory._publishing = threading.Lock()
     return memory
 
 
@@ -91,8 +93,23 @@ def test_closed_process_waits_for_nothing(texts, rank):
     assert memory._agree(28) is None
 
 
-def test_old_votes_are_removed(texts):
+def test_vote_outlives_those_on_later_steps(texts):
+    """A process that trains fast is busy with many steps before process 0 has looked at its vote."""
+    first, *others = (process(rank) for rank in range(SIZE))
+    with ThreadPoolExecutor(SIZE) as pool:
+        voted = [pool.submit(memory._agree, 28) for memory in others]
+        while len(texts) < len(others):
+            time.sleep(0.001)
+        for memory, step in itertools.product(others, range(29, 60)):
+            memory._vote_busy(step)
+        assert [first._agree(28), *(each.result() for each in voted)] == [{20}] * SIZE
+
+
+def test_old_votes_are_removed(texts, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(memory_checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
     processes = [process(rank) for rank in range(SIZE)]
     for step in range(0, 100, 4):
+        now[0] += memory_checkpoint.AGREE_SECONDS
         assert agree(processes, step) == [{20}] * SIZE
-    assert len(texts) == 8 * SIZE
+    assert len(texts) == 2 * (SIZE + 1), "of this step and the one before"

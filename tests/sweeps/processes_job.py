@@ -65,6 +65,8 @@ def main(folder, cases, *kill):
         except SpmdError as error:
             print(f"REFUSED {name}: {' '.join(str(error).split())}", flush=True)
             continue
+        best = Path(folder, name, "sweep", "best")
+        assert all((best / f"trial-{tried.number:04d}").is_dir() for tried in found.best), "there when the sweep returns, in every process"
         print(f"CALLS {name} {len(calls)}", flush=True)
         place = Path(folder, name, str(jax.process_index()))
         place.mkdir()
@@ -75,7 +77,7 @@ def main(folder, cases, *kill):
             arrays = {path: np.asarray(leaf) for path, leaf in flatten(result.state).items()}
             measured = np.array(sorted(result.evaluate(labelled(50, 1)).items()))
             np.savez(place / f"{tried.number}.npz", measured=measured, losses=np.array(tried.history["loss"]), **arrays)
-            restored = result.trainer.restore(Path(folder, name, "sweep", "best", f"trial-{tried.number:04d}"))
+            restored = result.trainer.restore(best / f"trial-{tried.number:04d}")
             assert all(np.asarray(leaf).tobytes() == arrays[path].tobytes() for path, leaf in flatten(restored).items())
 
 
