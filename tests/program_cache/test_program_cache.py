@@ -124,6 +124,18 @@ def test_least_recently_used_programs_are_removed(jax_cache, tmp_path, monkeypat
     assert sorted(path.name for path in active_folder().glob(".*")) == [".written-now"]
 
 
+def test_records_of_other_scripts_are_removed_with_their_programs(jax_cache, tmp_path, monkeypatch):
+    use_folder(tmp_path / "programs")
+    observe({"a": "1"}, {}, 22.5)
+    for path in active_folder().iterdir():
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(entries, "MOST_ENTRIES", 1)
+    entries._sizes.clear()
+    add(23.5)
+    (left,) = active_folder().iterdir()
+    assert left.name.endswith("-cache") and add(23.5).loaded == 1
+
+
 def test_bytes_are_bounded(jax_cache, tmp_path, monkeypatch):
     use_folder(tmp_path / "programs")
     add(6.5)
