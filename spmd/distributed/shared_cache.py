@@ -17,6 +17,7 @@ from spmd.distributed.consistency import first_nonempty
 from spmd.program_cache.activate import user_chose
 from spmd.program_cache.entries import make_private
 from spmd.program_cache.folder import distrust, machine_folder
+from spmd.user_paths import explain_os_error
 
 OFF = "off"  # not a problem: chosen in one process, so for all
 
@@ -33,16 +34,19 @@ def agree_on_folder(folder: Path | None) -> Path | None:
         else:
             part = machine_folder(folder)
             why = distrust(folder, part)
-            problem = f"{why}, and programs are code" if why else ""
+            problem = f"{why}, and loading a program runs it" if why else ""
             if rank == 0 and not problem:
                 make_private(part)
                 token = part / f".process-0-{secrets.token_hex(8)}"
                 token.touch()
     except OSError as error:
-        token, problem = None, f"process {rank} cannot use {folder}: {error.strerror}"
+        token, problem = None, f"process {rank} cannot use {folder}: {explain_os_error(folder or Path(), error)}"
     common = first_nonempty("" if token is None else str(token))
-    if common and not problem and not (Path(common).parent == part and os.path.exists(common)):
-        problem = f"process {rank} does not see the folder of process 0, {Path(common).parent}"
+    if common and not problem and part is not None and not (Path(common).parent == part and os.path.exists(common)):
+        theirs = Path(common).parent
+        problem = f"process {rank} does not see the folder of process 0, {theirs}"
+        if theirs != part and theirs.parent == part.parent:
+            problem = f"process {rank} has another kind of device than process 0 ({part.name}, and not {theirs.name})"
     verdict = first_nonempty(problem)
     if token is not None:
         with contextlib.suppress(OSError):

@@ -45,7 +45,7 @@ def use_folder(folder: Path | None) -> None:
     part = None if folder is None else machine_folder(folder)
     why = "" if folder is None or part is None else distrust(folder, part)
     if why:
-        logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s, and programs are code.", why)
+        logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s, and loading a program runs it.", why)
         part = None
     if part is not None:
         begin(part)

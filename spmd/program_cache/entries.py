@@ -19,6 +19,7 @@ from spmd.user_paths import explain_os_error
 
 SCHEME = "spmd-programs://"
 SUFFIX = "-cache"  # of JAX's entries
+RECORDS = ".json"  # of our records, which are removed in the same way: each script has its own
 MOST_BYTES, MOST_ENTRIES = 4 << 30, 10_000  # the least recently used ones are removed
 KEPT = 0.9  # of these limits when one is reached, so that not every program after it looks through the folder
 STALE_SECONDS = 3600.0  # a file this old that is not renamed yet was left by a process that was killed
@@ -134,7 +135,7 @@ def _make_room(folder: Path, needed: int) -> None:
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):  # another process has removed it
                 found = entry.stat()
-                if entry.name.endswith(SUFFIX):
+                if entry.name.endswith((SUFFIX, RECORDS)):
                     entries.append((found.st_mtime, found.st_size, entry.path))
                 elif entry.name.startswith(".") and found.st_mtime < time.time() - STALE_SECONDS:
                     os.unlink(entry.path)

@@ -16,7 +16,7 @@ from spmd.checksummed_files import DamagedFileError
 from spmd.errors import printable
 from spmd.program_cache.activate import active_folder
 from spmd.program_cache.counts import compilations
-from spmd.program_cache.entries import make_private, on_miss, was_removed
+from spmd.program_cache.entries import RECORDS, make_private, on_miss, was_removed
 
 MOST_RECORDS = 8  # of a program
 KINDS = {"facts", "code"}  # of what is recorded
@@ -55,7 +55,7 @@ def watch(
     if folder is None or not records:
         yield found
         return
-    path = folder / f"{name.replace(' ', '-')}-{_script()}.json"
+    path = folder / f"{name.replace(' ', '-')}-{_script()}{RECORDS}"
     on_miss.append(missed)
     try:
         yield found

@@ -17,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
 from spmd import checksummed_files
+from spmd.distributed import shared_cache
 from spmd.errors import OptionError
 from spmd.program_cache import activate, entries, records
 from spmd.program_cache.activate import active_folder, use_folder
@@ -124,6 +125,18 @@ def test_least_recently_used_programs_are_removed(jax_cache, tmp_path, monkeypat
     assert sorted(path.name for path in active_folder().glob(".*")) == [".written-now"]
 
 
+def test_records_of_other_scripts_are_removed_with_their_programs(jax_cache, tmp_path, monkeypatch):
+    use_folder(tmp_path / "programs")
+    observe({"a": "1"}, {}, 22.5)
+    for path in active_folder().iterdir():
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(entries, "MOST_ENTRIES", 1)
+    entries._sizes.clear()
+    add(23.5)
+    (left,) = active_folder().iterdir()
+    assert left.name.endswith("-cache") and add(23.5).loaded == 1
+
+
 def test_bytes_are_bounded(jax_cache, tmp_path, monkeypatch):
     use_folder(tmp_path / "programs")
     add(6.5)
@@ -185,6 +198,22 @@ def test_removed_folder_is_not_made_again_before_the_next_run(jax_cache, tmp_pat
     assert not run.exists() and not caplog.text
     use_folder(run / "programs")
     assert add(21.5).compiled == add(21.5).loaded == 1
+
+
+@pytest.mark.parametrize("theirs, said", [("cpu-other", "has another kind of device"), ("", "does not see the folder of process 0")])
+def test_process_that_cannot_share_the_folder_says_why(tmp_path, monkeypatch, theirs, said):
+    said_here = []
+
+    def first_nonempty(text):
+        said_here.append(text)
+        return text or str(tmp_path / "programs" / (theirs or machine_folder(tmp_path).name) / ".process-0")
+
+    monkeypatch.setattr(shared_cache.coordination, "is_initialized", lambda: True)
+    monkeypatch.setattr(shared_cache.coordination, "process_info", lambda: (1, 2, ""))
+    monkeypatch.setattr(shared_cache, "user_chose", lambda: False)
+    monkeypatch.setattr(shared_cache, "first_nonempty", first_nonempty)
+    assert shared_cache.agree_on_folder(tmp_path / "programs") is None
+    assert said_here[0] == "" and said in said_here[1]
 
 
 def observe(facts, code, number, what="the step"):
