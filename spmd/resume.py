@@ -87,8 +87,10 @@ def start(
     Raises:
       CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
     """
-    with account(RESTORING):
-        start_point = None if store is None else _restore(store, trainer, meta, account, memory, changed_data=changed_data)
+    start_point = None
+    if store is not None and (store.latest() is not None or memory is not None):
+        with account(RESTORING):
+            start_point = _restore(store, trainer, meta, account, memory, changed_data=changed_data)
     if start_point is None:
         account.resume(None)
         return StartPoint(trainer.init())
