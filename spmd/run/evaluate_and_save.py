@@ -107,6 +107,8 @@ class Saver:
     def report_memory(self) -> None:
         """Report, at the end of the run, what was written to memory."""
         if (memory := self._config.memory) is not None:
+            if self._control.stopped_by_signal():  # the time that is left is for the checkpoint on disk, which replaces these
+                memory.stop()
             memory.wait()
             write_record(self._config.loggers, {"step": self._run.step, "event": "memory", **dataclasses.asdict(memory.counts)})
             self._config.progress.say(str(memory.counts))

@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty, gather_texts, raise_everywhere
 from spmd.distributed.initialize import job_token
-from spmd.distributed.peer_transfer import Read, Receiver, local_address, send
+from spmd.distributed.peer_transfer import Read, Receiver, TransferError, local_address, send
 from spmd.distributed.records import report_to_launcher
 from spmd.errors import CheckpointError, printable
 from spmd.run.checkpoint_reader import arrays_by_path
@@ -213,6 +213,8 @@ class MemoryCheckpoints:
             self.counts.bytes_sent += self.ship(receiver, piece, path, keys)
         except Exception as error:
             self.counts.unsent += 1
+            if self._closed.is_set():
+                return
             self._log_once(f"a checkpoint in memory could not be sent to {self.job.names[receiver]}: {error}")
 
     def ship(self, receiver: int, piece: Piece, path: Path, keys: Any, sender: int | None = None) -> int:
@@ -225,7 +227,13 @@ class MemoryCheckpoints:
         size = len(selected.header()) + selected.data_bytes()
         digest = hashlib.sha256(selected.header()).hexdigest()  # the proof covers it, and it the checksums of all shards
         message = {"step": piece.step, "rank": piece.rank, "sender": sender, "bytes": size, "header": digest}
-        return send(self.job.addresses[receiver], job_token(), message, parts(path, piece, tuple(selected.shards)))
+        return send(self.job.addresses[receiver], job_token(), message, self._until_stopped(parts(path, piece, tuple(selected.shards))))
+
+    def _until_stopped(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            if self._closed.is_set():
+                raise TransferError("the run has ended")
+            yield chunk
 
     def _receive(self, message: dict[str, Any], read: Read) -> None:
         """Write what another host sends; raises to refuse it."""
@@ -303,6 +311,10 @@ class MemoryCheckpoints:
             self._logged.add(kind or text)
             logging.getLogger("spmd").warning("%s", text)
 
+    def stop(self) -> None:
+        """Let the save that is running end early: it waits for no other process, and what is being sent is abandoned."""
+        self._closed.set()
+
     def wait(self) -> None:
         """Wait for the save that is running, if any."""
         futures.wait([self._last])
@@ -311,7 +323,7 @@ class MemoryCheckpoints:
         """Release the folder; remove it, once all processes are done, if the run does not need it any more. Without `remove`, after an
         error, the thread does not wait for other processes, which may be gone."""
         if not remove:
-            self._closed.set()
+            self.stop()
         self._thread.shutdown(wait=remove or not coordination.is_initialized())
         if self._receiver is not None:
             self._receiver.close()

@@ -1,9 +1,11 @@
 """Checkpoints in memory of a run in one process: what is resumed, what is damaged, no room, and what is left."""
 
 import collections
+import contextlib
 import json
 import math
 import shutil
+import signal
 
 import pytest
 from small import fit, fit_net, numbers, same
@@ -228,6 +230,20 @@ def test_at_most_two_steps_are_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryCheckpoints, "_write", noted)
     fit(steps=20, checkpoint=checkpoint(tmp_path, memory_every=1))
     assert max(most) == 2
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_run_that_a_signal_ends_does_not_wait_for_memory(tmp_path, monkeypatch, signalled):
+    waited = []
+    monkeypatch.setattr(MemoryCheckpoints, "wait", lambda memory: waited.append(memory._closed.is_set()))
+
+    def end(info):
+        if info.step == 3 and signalled:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) if signalled else contextlib.nullcontext():
+        fit(steps=6, checkpoint=checkpoint(tmp_path), callbacks=[end])
+    assert waited == [signalled]
 
 
 def test_resident_data(tmp_path, killed):

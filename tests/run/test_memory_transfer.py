@@ -62,3 +62,17 @@ def test_piece_that_was_changed_on_the_way_is_refused(tmp_path, monkeypatch, cha
     listener.close()
     stored = [array for file in (tmp_path / "target").iterdir() for _, array in read_shards(file, read_header(file), [KEY])]
     assert [array.tobytes() for array in stored] == ([] if changed else [SENT.tobytes()])
+
+
+def test_transfer_ends_when_the_run_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_checkpoint, "job_token", lambda: "secret")
+    target = process(tmp_path / "target")
+    receiver = Receiver("127.0.0.1", "secret", target._receive)
+    source = process(tmp_path / "source", receiver.address)
+    path = tmp_path / "source" / "3.0"
+    piece = write_piece(path, Piece(3, "start", 0, META, {KEY: ""}), lambda key: SENT)
+    source.stop()
+    with pytest.raises(TransferError, match="the run has ended"):
+        source.ship(0, piece, path, [KEY])
+    receiver.close()
+    assert not list((tmp_path / "target").glob("*.0"))
