@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -78,6 +79,14 @@ def die_while_saving(moment, step):
     checkpoint.CheckpointStore._seal, checkpoint.CheckpointStore.save = sealed, save
 
 
+def settle(step):
+    """Wait until this host has two pieces of a step, at most a minute: a save that still runs makes the next be left out."""
+    until = time.monotonic() + 60
+    while len(list(Path(os.environ["SPMD_MEMORY_FOLDER"]).rglob(f"{step}.?"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.5)  # until the senders know, too
+
+
 def main():
     options = parse_options()
     rank, attempt = int(os.environ.get("SPMD_PROCESS") or os.environ.get("SLURM_PROCID", "0")), os.environ.get("SPMD_ATTEMPT", "0")
@@ -89,6 +98,8 @@ def main():
             print(f"STEP {info.step}", flush=True)
         if info.step == options.at + 1:
             print(f"STEP {info.step} at {time.time()}", flush=True)
+        if options.memory_every and attempt == "0" and info.step == options.at - 2 and "SPMD_MEMORY_FOLDER" in os.environ:
+            settle(info.step - info.step % options.memory_every)
         if not is_faulty or info.step != options.at:
             return
         print(f"FAULT at {time.time()}", flush=True)

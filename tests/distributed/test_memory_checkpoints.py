@@ -126,7 +126,9 @@ def test_killed_host_resumes_from_memory_with_the_same_bits(hosts, undisturbed, 
     acts = faults(tmp_path, 2 * sum(processes), killed=killed, lost=lost)
     run = hosts(*words, processes=processes, meanwhile=acts)
     assert run.code == 0 and set(run.hashes) == {undisturbed(sum(processes))}, run.text
-    ((resumed_step, resumed_source),) = resumed(tmp_path / "run")
+    starts = resumed(tmp_path / "run")
+    assert len(starts) == 1, run.text
+    ((resumed_step, resumed_source),) = starts
     pattern = re.escape(source).replace(r"\\S\+", r"\S+")
     assert resumed_step == step and re.match(pattern, resumed_source), resumed_source
     again = [at for at, line in run.lines if "STEP 26" in line][-1] - run.when("ended with signal 9|connection is lost")
