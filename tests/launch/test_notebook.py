@@ -238,9 +238,9 @@ def test_one_call_at_a_time(both, tmp_path):
     [
         ({"processes": 0}, "processes=0"),
         ({"processes": 2, "simulate": 0}, "simulate=0"),
-        ({"processes": 2, "simulate": 2, "devices": [0, 1]}, "devices is for GPUs"),
+        ({"processes": 2, "simulate": 2, "devices": [0, 1]}, "devices= is for GPUs"),
         ({"processes": 2, "devices": []}, r"devices=\[\]"),
-        ({"processes": 2, "simulate": 2, "memory_fraction": 0.5}, "memory_fraction is for GPUs"),
+        ({"processes": 2, "simulate": 2, "memory_fraction": 0.5}, "memory_fraction= is for GPUs"),
         ({"processes": 2, "memory_fraction": 2.0}, "memory_fraction=2.0"),
         ({"processes": 2, "stall": "stepp=3"}, 'did you mean "step"'),
         ({"processes": 1, "simulate": 2, "stall": "step=3"}, "stall has no effect on a single process"),

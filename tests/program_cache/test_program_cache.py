@@ -267,6 +267,7 @@ def test_fit_counts_and_says_where_its_step_came_from(jax_cache, tmp_path, capsy
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
     data = {"x": jnp.ones((32, 4)), "y": jnp.ones((32, 1))}
     fit = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 16, "compile_cache": tmp_path / "kept"}
+    jax.clear_caches()  # programs of earlier tests would be kept nowhere
     first = spmd.fit(model, data, progress=True, **fit)
     jax.clear_caches()
     second = spmd.fit(model, data, progress=True, **fit)
