@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ import optax
 from flax import nnx
 
 import spmd
-from spmd.run import checkpoint
+from spmd.run import checkpoint, memory_checkpoint
 
 
 class MLP(nnx.Module):
@@ -79,12 +78,15 @@ def die_while_saving(moment, step):
     checkpoint.CheckpointStore._seal, checkpoint.CheckpointStore.save = sealed, save
 
 
-def settle(step):
-    """Wait until this host has two pieces of a step, at most a minute: a save that still runs makes the next be left out."""
-    until = time.monotonic() + 60
-    while len(list(Path(os.environ["SPMD_MEMORY_FOLDER"]).rglob(f"{step}.?"))) < 2 and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.5)  # until the senders know, too
+def leave_no_checkpoint_out():
+    """Wait for each checkpoint in memory before the next: one that still runs would make the next be left out."""
+    begin = memory_checkpoint.MemoryCheckpoints.save
+
+    def save(memory, *arguments):
+        memory.wait()
+        begin(memory, *arguments)
+
+    memory_checkpoint.MemoryCheckpoints.save = save
 
 
 def main():
@@ -98,8 +100,6 @@ def main():
             print(f"STEP {info.step}", flush=True)
         if info.step == options.at + 1:
             print(f"STEP {info.step} at {time.time()}", flush=True)
-        if options.memory_every and attempt == "0" and info.step == options.at - 2 and "SPMD_MEMORY_FOLDER" in os.environ:
-            settle(info.step - info.step % options.memory_every)
         if not is_faulty or info.step != options.at:
             return
         print(f"FAULT at {time.time()}", flush=True)
@@ -122,6 +122,8 @@ def main():
         if options.fault in ("KILL", "STOP", "TERM", "INT"):
             os.kill(os.getpid(), getattr(signal, f"SIG{options.fault}"))
 
+    if options.fault == "sleep":
+        leave_no_checkpoint_out()
     if is_faulty and options.fault.startswith("save "):
         die_while_saving(options.fault, options.at)
     if is_faulty and options.fault == "leaves":
