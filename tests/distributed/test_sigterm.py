@@ -47,6 +47,14 @@ def started(*words):
         process.communicate()
 
 
+def end_once_ready(process):
+    """SIGTERM, once the job is in its phase, where it waits for that as long as needed."""
+    for line in process.stdout:
+        if line.strip() == "READY":
+            break
+    process.send_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigterm_to_a_single_process(phase, tmp_path):
     folder, step = tmp_path / "run", PHASES[phase]
@@ -54,10 +62,7 @@ def test_sigterm_to_a_single_process(phase, tmp_path):
         begun(folder)
         step = 8
     with started(folder, phase, 0) as process:
-        for line in process.stdout:
-            if line.strip() == "READY":
-                break
-        process.send_signal(signal.SIGTERM)
+        end_once_ready(process)
         out, errors = process.communicate()
     assert process.returncode == 143, errors
     assert "END" not in out and "Traceback" not in errors and saved(folder) == step
@@ -102,10 +107,7 @@ def children(pid):
 def test_sigterm_while_a_checkpoint_is_written(tmp_path):
     """The run waits for it, and makes no second one of the same step."""
     with started(tmp_path / "run", "write", 0) as process:
-        for line in process.stdout:
-            if line.strip() == "READY":
-                break
-        process.send_signal(signal.SIGTERM)
+        end_once_ready(process)
         _, errors = process.communicate()
     assert process.returncode == 143, errors
     assert saved(tmp_path / "run") >= 2 and not list((tmp_path / "run" / "checkpoints").glob("*tmp*")) and "Traceback" not in errors
