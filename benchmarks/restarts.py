@@ -159,14 +159,14 @@ def usage(hosts: Hosts, step: int, processes: Sequence[int]) -> dict[str, int]:
     return {"held": max(held), "sent": sent}
 
 
-def undisturbed(size: Size, hashes: dict[int, str], devices: int) -> str:
-    """The hash of a run without faults, in one process with as many devices."""
-    if devices not in hashes:
-        run = launch("--processes", 1, "--simulate", devices, JOB, "--steps", size.at + 4, *size.options)
+def undisturbed(size: Size, hashes: dict[int, str], processes: int) -> str:
+    """The hash of a run without faults, by the number of processes."""
+    if processes not in hashes:
+        run = launch("--processes", processes, "--simulate", 1, JOB, "--steps", size.at + 4, *size.options)
         if run.code:
             raise RuntimeError(f"the undisturbed run has failed:\n{run.text}")
-        hashes[devices] = run.hashes[0][0]
-    return hashes[devices]
+        hashes[processes] = run.hashes[0][0]
+    return hashes[processes]
 
 
 def spread(values: Sequence[float]) -> str:

@@ -33,12 +33,12 @@ def start(hosts, tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The hash of a run without faults, by the number of processes; it has the same devices, all in one process."""
+    """The hash of a run without faults, by the number of processes; the devices are as many."""
     hashes = {}
 
     def of(processes):
         if processes not in hashes:
-            words = ["--processes", 1, "--simulate", 2 * processes, JOB, "--folder", tmp_path_factory.mktemp("undisturbed") / "run"]
+            words = ["--processes", processes, "--simulate", 2, JOB, "--folder", tmp_path_factory.mktemp("undisturbed") / "run"]
             run = launch(*words)
             assert run.code == 0 and len(set(run.hashes)) == 1, run.text
             hashes[processes] = run.hashes[0]
