@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.distributed.watchdog import DISAGREED, PEER, TERMINATED, USAGE
+from spmd.distributed.exit_codes import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.errors import printable
 from spmd.launch import failure_cause
 from spmd.launch.failure_cause import ABORTED, ALL
