@@ -30,7 +30,16 @@ from simulated_hosts import Host, Hosts, simulated_hosts
 from spmd.tree import format_bytes
 
 DISK, MEMORY = "disk only", "memory_every"
-PARTS = ("end of the attempt", "agents", "imports", "join and setup", "restore", "compile and first step", "lost steps again")
+PARTS = (
+    "end of the attempt",
+    "agents",
+    "imports",
+    "join, imports of the script",
+    "setup",
+    "restore",
+    "compile and first step",
+    "lost steps",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +50,12 @@ class Size:
     every: int
     memory_every: int
     at: int  # the step after which the fault comes
+    faults: tuple[str, ...]
 
     def expected(self, arm: str, source: str) -> int:
         """The step from which it resumes."""
         every = self.memory_every if arm == MEMORY and source != "disk" else self.every
         return self.at // every * every
-
-
-SIZES = {
-    "small": Size((), every=1000, memory_every=20, at=1510),
-    "large": Size(("--width", 3584, "--layout", "fsdp"), every=20, memory_every=2, at=31),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +79,18 @@ FAULTS = {
     "an agent and its workers": Fault((1, 1), (1,), Host.kill, "own memory"),
     "a host with its memory": Fault((1, 1), (1,), lose, "neighbour"),
     "two of three hosts": Fault((2, 1, 1), (1, 2), lose, "disk"),
+}
+
+
+SIZES = {
+    "small": Size((), every=1000, memory_every=20, at=1510, faults=tuple(FAULTS)),
+    "large": Size(
+        ("--width", 3584, "--layout", "fsdp"),
+        every=20,
+        memory_every=2,
+        at=31,
+        faults=("a worker", "a host with its memory", "two of three hosts"),
+    ),
 }
 
 
@@ -141,9 +157,17 @@ def timed(run: Run, seen: dict[str, Any], after: dict[str, float], lost: int) ->
     later = [(at, line) for at, line in run.lines if at > restarted]
     joined = max(at for at, line in later if "(spmd launch), process 0 at" in line)
     began = max(float(match[1]) for _, line in later if (match := re.search(r"FIRST \d+ in a process that began at (\S+)", line)))
+    imported = max(float(line.rpartition("MAIN at ")[2]) for _, line in later if "MAIN at" in line)
     first, again = (min(at for at, line in later if text in line) for text in ("FIRST", "STEP"))
     spent = {name: after[name] - seen["before"][name] for name in ("restoring", "compiling")}
-    seconds = [restarted - seen["at"], began - restarted, joined - began, first - joined - sum(spent.values()), *spent.values()]
+    seconds = [
+        restarted - seen["at"],
+        began - restarted,
+        joined - began,
+        imported - joined,
+        first - imported - sum(spent.values()),
+        *spent.values(),
+    ]
     parts = dict(zip(PARTS, [*seconds, again - first], strict=True))
     return Result(lost, first - seen["at"], again - seen["at"], parts, seen["held"], seen["sent"])
 
@@ -180,7 +204,7 @@ def report(options: argparse.Namespace):
         size, hashes, results = SIZES[name], dict[int, str](), dict[tuple[str, str], list[Result]]()
         with tempfile.TemporaryDirectory(dir=options.folder) as place:
             for number in range(options.rounds):
-                for fault in options.faults:
+                for fault in size.faults if options.faults is None else options.faults:
                     for arm in (DISK, MEMORY):
                         folder = Path(place) / f"{number}-{list(FAULTS).index(fault)}-{arm == MEMORY}"
                         folder.mkdir()
@@ -213,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--faults", default=list(FAULTS), type=lambda text: text.split(","))
+    parser.add_argument("--faults", type=lambda text: text.split(","), help="only these")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
     parser.add_argument("--dry-run", action="store_true", help="write no results")
     options = parser.parse_args()

@@ -95,6 +95,7 @@ def leave_no_checkpoint_out():
 
 
 def main():
+    print(f"MAIN at {time.time():.3f}", flush=True)
     options = parse_options()
     rank, attempt = int(os.environ.get("SPMD_PROCESS") or os.environ.get("SLURM_PROCID", "0")), os.environ.get("SPMD_ATTEMPT", "0")
     is_faulty = rank == options.rank and (options.always or attempt == "0")
