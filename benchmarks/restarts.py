@@ -85,11 +85,11 @@ FAULTS = {
 SIZES = {
     "small": Size((), every=1000, memory_every=20, at=1510, faults=tuple(FAULTS)),
     "large": Size(
-        ("--width", 3584, "--layout", "fsdp"),
+        ("--wide", 12, "--layout", "fsdp"),
         every=20,
         memory_every=2,
         at=31,
-        faults=("a worker", "a host with its memory", "two of three hosts"),
+        faults=("a worker", "a host with its memory"),
     ),
 }
 

@@ -21,13 +21,16 @@ from spmd.run.time_account import _process_start
 
 
 class MLP(nnx.Module):
-    def __init__(self, rngs, width=None):
-        self.hidden, self.out = nnx.Linear(6, width or 16, rngs=rngs), nnx.Linear(width or 16, 4, rngs=rngs)
-        self.wide = None if width is None else nnx.Linear(width, width, rngs=rngs)
+    def __init__(self, rngs, wide=0):
+        width = 1024 if wide else 16
+        self.hidden, self.out = nnx.Linear(6, width, rngs=rngs), nnx.Linear(width, 4, rngs=rngs)
+        self.wide = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(wide)])
 
     def __call__(self, x):
         x = nnx.relu(self.hidden(x))
-        return self.out(x if self.wide is None else nnx.relu(self.wide(x)))
+        for layer in self.wide:
+            x = x + nnx.relu(layer(x)) / len(self.wide)
+        return self.out(x)
 
 
 def parse_options():
@@ -42,7 +45,7 @@ def parse_options():
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--memory-every", type=int, help="steps between two checkpoints in memory")
-    parser.add_argument("--width", type=int, help="another layer, of so many units; the others have as many")
+    parser.add_argument("--wide", type=int, default=0, help="more layers, of 8 MiB of state each")
     parser.add_argument("--layout", help="default: fsdp_bf16 with error feedback, whose residuals must survive, too")
     return parser.parse_args()
 
@@ -150,7 +153,7 @@ def main():
     if differs("data"):
         data["x"][-1] += 1
     result = spmd.fit(
-        lambda: MLP(nnx.Rngs(int(differs("weights"))), options.width),
+        lambda: MLP(nnx.Rngs(int(differs("weights"))), options.wide),
         data,
         batch_size=32,
         steps=options.steps,
