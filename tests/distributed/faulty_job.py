@@ -44,6 +44,7 @@ def parse_options():
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--no-cache", dest="cache", action="store_false", help="of compiled programs")
     parser.add_argument("--memory-every", type=int, help="steps between two checkpoints in memory")
     parser.add_argument("--wide", type=int, default=0, help="more layers, of 8 MiB of state each")
     parser.add_argument("--layout", help="default: fsdp_bf16 with error feedback, whose residuals must survive, too")
@@ -162,6 +163,7 @@ def main():
         layout="data_parallel" if differs("layout") else options.layout or with_feedback("fsdp_bf16"),
         checkpoint=spmd.Checkpoint(options.folder, every=options.every, memory_every=options.memory_every) if options.folder else None,
         resume=options.resume,
+        compile_cache=None if options.cache else False,
         callbacks=[fault, *([spmd.callbacks.CheckReplicas(10)] if differs("callbacks") else [])],
         progress=False,
     )
