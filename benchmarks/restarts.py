@@ -243,7 +243,9 @@ def main() -> None:
     options = parser.parse_args()
     top = head("What a fault costs", f"python benchmarks/restarts.py --rounds {options.rounds}", "jax", "orbax-checkpoint", "numpy")
     print("\n".join(top))
-    lines = [*top, *print_sections(report(options))]
+    about = "Hosts are network namespaces of this machine; all processes share its cores. Each run is harmed once, at a step where its "
+    about += f"checkpoints are complete. All end in the same bits. Median and range of {options.rounds} rounds."
+    lines = [*top, about, "", *print_sections(report(options))]
     if not options.dry_run:
         write("restarts", lines)
 
