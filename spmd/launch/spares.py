@@ -137,13 +137,13 @@ class Spares:
             if ended.wait(LOOK):
                 return
         self._remove_ended()
-        for _ in range(self.count - len(self._spares)):
+        for number in range(self.count):
             try:
-                self._spares.append(spare := self._start(command, environment))
+                self._spares += [] if number < len(self._spares) else [self._start(command, environment)]
             except OSError as error:  # no more processes are allowed, for example
                 self._log(f"a spare process cannot be started: {error}")
-                return
-            until = time.monotonic() + PATIENCE
+                break
+            spare, until = self._spares[number], time.monotonic() + PATIENCE
             while spare.check() and not spare.is_ready and time.monotonic() < until:
                 if ended.wait(LOOK):
                     return
