@@ -25,6 +25,7 @@ from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import check_length
+from spmd.run.signals import interruptible
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.memory_check import check_room
 from spmd.sweeps.results import Sweep
@@ -40,6 +41,7 @@ from spmd.train.program_facts import text_facts
 from spmd.train.state import checksums
 
 
+@interruptible()
 def sweep(
     make_model: Callable[..., Any],
     data: Any,

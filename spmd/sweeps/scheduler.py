@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.mesh import make_mesh
 from spmd.run.history import History
+from spmd.run.signals import SIGINT_REASON, stop_by
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
 from spmd.sweeps.storage import SweepStore, in_writer, is_writer, open_checkpoints
@@ -59,6 +61,9 @@ class SweepRunner:
     progress: Any
     _steps: int = dataclasses.field(default=0, init=False)  # done so far, over all trials
     _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss in the newest steps
+    _begun: bool = dataclasses.field(default=False, init=False)  # whether there was a chunk to train
+    _ending: bool = dataclasses.field(default=False, init=False)  # whether all processes end the sweep before its end
+    _asked: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)  # numbers the questions whether to end
 
     def run(self, trials: Sequence[Trial], folder: Path | None) -> Sweep:
         """Run all rungs; the best trials are saved in `folder`, one run each."""
@@ -78,7 +83,10 @@ class SweepRunner:
                 states = self._rung(rung, alive, records, states, stop, last=last)
             kept = best({number: records[number].score for number in states}, self.keep, self.measure[1])
             kept = [number for number in kept if math.isfinite(records[number].score)]
-            return self._sweep(trials, records, {number: states[number] for number in kept}, folder)
+            found = self._sweep(trials, records, {number: states[number] for number in kept}, folder)
+            if reason := first_nonempty(watchdog.current().requested_stop_reason if self._begun else ""):
+                _end(reason)  # it came too late to end anything
+            return found
         finally:
             self.progress.close()
 
@@ -125,17 +133,37 @@ class SweepRunner:
         def report(measured: np.ndarray) -> None:
             self._count(packed, measured.shape[0] * measured.shape[1], measured)
             watch.record_progress("step", self._steps)
+            watch.has_trained = True
 
-        watch.begin_run(self._steps)  # of each chunk: its first call compiles
+        self._begin()
+        evaluations = []
         with self.storage.saving(rung, number, run) as save:
             if run.step < stop:
-                run.run(stop, limit=self.steps_per_call, every=self.every, save=watch.in_phase("save")(save), report=report)
-            with watch.in_phase("eval"):
-                evaluations = run.evaluate()
+                save = watch.in_phase("save")(save)
+                run.run(stop, limit=self.steps_per_call, every=self.every, save=save, report=report, ends=self._ends)
+            if not self._ending:
+                with watch.in_phase("eval"):
+                    evaluations = run.evaluate()
             watch.record_progress("save", self._steps)
-        watch.record_progress("compile", self._steps)
-        self.storage.finish(rung, number, run.history, evaluations)
+        if not self._ending:
+            self.storage.finish(rung, number, run.history, evaluations)
+        if self._ending or self._ends():
+            _end(watch.stop_reason)
+        watch.record_progress("compile", self._steps)  # which the first call of the next chunk may
         return run.history, evaluations, run
+
+    def _begin(self) -> None:
+        """Before the first chunk that trains: from now on SIGTERM and Ctrl-C end a sweep that has a folder after a save."""
+        if not self._begun:
+            self._begun, watch = True, watchdog.current()
+            watch.begin_run(self._steps)
+            if self.storage.keeps:
+                stop_by(watch.request_stop)
+
+    def _ends(self) -> bool:
+        """Whether all processes end the sweep here, since one of them was asked to. All ask at the same points."""
+        self._ending = watchdog.current().should_stop(self._steps, next(self._asked))
+        return self._ending
 
     def _count(self, packed: VmappedTrials, steps: int, measured: np.ndarray | None = None) -> None:
         """Count steps of trials and update the progress bar."""
@@ -213,3 +241,8 @@ class SweepRunner:
         with open_checkpoints(unfinished) as store:
             store.save(state, int(result.state.step), {**about, **more}, {})
         in_writer(lambda: unfinished.rename(place))  # complete, or absent; no process returns before it is there
+
+
+def _end(reason: str) -> NoReturn:
+    """End the sweep as a signal does that arrives outside it."""
+    raise KeyboardInterrupt if reason == SIGINT_REASON else SystemExit(watchdog.TERMINATED)

@@ -100,6 +100,11 @@ class SweepStore:
         problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]
         raise_problems(CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it has a folder."""
+        return self._folder is not None
+
     @functools.cached_property
     def cleared(self) -> bool:
         """Whether only the best have states, since the sweep came to its end, and nothing that needs other states is to be done again."""

@@ -86,12 +86,22 @@ class Chunk:
         """The trial in each slot; the last one again in those that are left over."""
         return filled(self.trials, self.packed)
 
-    def run(self, stop: int, *, limit: int, every: int, save: Callable[[], None], report: Callable[[np.ndarray], None]) -> None:
+    def run(
+        self,
+        stop: int,
+        *,
+        limit: int,
+        every: int,
+        save: Callable[[], None],
+        report: Callable[[np.ndarray], None],
+        ends: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Train all to step `stop`; at multiples of `every` and at the end `save` is called.
 
         Args:
           limit: steps of one call.
           report: called with the metrics of the newest steps, float32[trials, steps, 2, names].
+          ends: called between two calls; whether training ends here, after a save.
         """
         rows, slots = Rows(self.packed.study.data), self.slots
         values = self.packed.values(slots)
@@ -110,10 +120,13 @@ class Chunk:
                 self.states, packed = self.packed.steps(self.states, values, index, weights[0])
                 read()  # while the devices continue
                 waiting, self.step = packed, piece.first + piece.count
-                if self.step % every == 0 or self.step == stop:
+                ending = self.step < stop and ends()
+                if self.step % every == 0 or self.step == stop or ending:
                     read()
                     waiting = None
                     save()
+                if ending:
+                    return
 
     @property
     def history(self) -> np.ndarray:

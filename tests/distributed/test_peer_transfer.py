@@ -122,7 +122,7 @@ def test_receiver_accepts_again_after_an_error(receiver, received, monkeypatch):
         connection = accept(listener)
         if failed:
             return connection
-        failed.append("accept")  # before the close, which lets the sender go on
+        failed.append("accept")  # before the close, upon which the sender continues
         connection[0].close()
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -1,19 +1,21 @@
-"""Sweeps, one after the other, in each of several processes: `processes_job.py FOLDER '{"name": {...}, ...}' [RANK CALLS]`.
+"""Sweeps, one after the other, in each of several processes: `processes_job.py FOLDER '{"name": {...}, ...}' [RANK CALLS [SIGNAL]]`.
 
 Each writes FOLDER/name/RANK: the table as a process has it, and the arrays of its best trials. With a rank and a number of calls, that
-process of the first attempt kills itself after so many calls of steps.
+process of the first attempt kills itself, or sends itself another signal, at this call of steps.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
 import spmd
+from spmd.distributed import watchdog
 from spmd.errors import SpmdError
 from spmd.sweeps.vmapped_trials import VmappedTrials
 from spmd.tree import flatten
@@ -32,15 +34,17 @@ MORE = {
 }
 
 
-def count_calls(fatal):
-    """A list that grows by one with each call of steps; SIGKILL when it has this length."""
+def count_calls(fatal, number):
+    """A list that grows by one with each call of steps; a signal when it has this length."""
     steps, calls = VmappedTrials.steps, []
 
     def counting(self, *given):
         calls.append(None)
         if len(calls) == fatal:
             print("FAULT", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
+            while not watchdog.current().stop_reason:  # so that a fast process does not train on until the watchdog has seen it
+                time.sleep(0.01)
         return steps(self, *given)
 
     VmappedTrials.steps = counting
@@ -50,7 +54,7 @@ def count_calls(fatal):
 def main(folder, cases, *kill):
     """Run the cases; an error is printed, and the next one runs."""
     dies = kill and os.environ["SPMD_ATTEMPT"] == "0" and jax.process_index() == int(kill[0])
-    calls = count_calls(int(kill[1]) if dies else 0)
+    calls = count_calls(int(kill[1]) if dies else 0, getattr(signal, kill[2] if kill[2:] else "SIGKILL"))
     for name, case in json.loads(cases).items():
         case |= MORE.get(case.pop("more", ""), {})
         if case.pop("differ", False):

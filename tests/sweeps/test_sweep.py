@@ -1,5 +1,7 @@
 """Sweeps: a trial is what `fit` would have trained alone, whatever runs beside it."""
 
+import os
+import signal
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ from swept import CLASSES, FEATURES, FEEDBACK, MODELS, RATES, adam, close, label
 import spmd
 from spmd.errors import CheckpointError, OptionError
 from spmd.sweeps.scheduler import SweepRunner
+from spmd.sweeps.vmapped_trials import VmappedTrials
 
 
 def alone(kind, tried):
@@ -154,6 +157,27 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
     assert again.to_csv() == uninterrupted.to_csv() and close(
         again.best[0].result().state.params, uninterrupted.best[0].result().state.params
     )
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_signal_ends_a_sweep_after_a_save(number, error, tmp_path, monkeypatch):
+    more, calls, steps = {"trials": 2, "keep": 1, "steps_per_call": 1}, [], VmappedTrials.steps
+    uninterrupted = sweep(**more)
+
+    def signalled(self, *given):
+        calls.append(None)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return steps(self, *given)
+
+    monkeypatch.setattr(VmappedTrials, "steps", signalled)
+    with pytest.raises(error) as ended:
+        sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=50))
+    assert error is not SystemExit or ended.value.code == 143
+    done = len(calls)
+    assert [path.name for path in (tmp_path / "chunks" / "0-0" / "checkpoints").glob("[0-9]*")] == [str(done)] and done < 5
+    resumed = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=50), resume=True)
+    assert len(calls) == len(uninterrupted.trials[0].history) and resumed.to_csv() == uninterrupted.to_csv()
 
 
 @pytest.mark.system

@@ -19,12 +19,12 @@ CASES = {
 }
 
 
-def swept(folder, processes, *words, cases=CASES, options=()):
+def swept(folder, processes, *words, cases=CASES, options=(), ends=0):
     """Run the cases in a launch of so many processes."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     command = ["--processes", processes, "--simulate", 8 // processes, *options, JOB, folder, json.dumps(cases), *words]
     run = launch(*command, XLA_FLAGS=os.environ["SPMD_TEST_FLAGS"])
-    assert run.code == 0, run.text
+    assert run.code == ends, run.text
     return run
 
 
@@ -43,9 +43,9 @@ def one(tmp_path_factory):
     return folder
 
 
-def check_equal(one, folder):
+def check_equal(one, folder, names=CASES):
     """Every process has what one process has; of a killed sweep older histories may be left."""
-    for name in CASES:
+    for name in names:
         wanted = written(one, name)
         assert len(wanted) > 6 and len(wanted["process/table.csv"].splitlines()) == 1 + CASES[name]["trials"]
         for rank in (0, 1):
@@ -64,6 +64,16 @@ def test_killed_process_is_restarted_and_results_are_the_same(one, tmp_path, ran
     assert run.text.count("FAULT") == 1 and f"process {rank} ended with signal 9" in run.text
     assert max(map(int, re.findall("CALLS large (\\d+)", run.text))) <= 2  # of 9: neither finished nor saved steps are repeated
     check_equal(one, tmp_path / "killed")
+
+
+def test_processes_that_are_asked_to_end_save_at_the_same_step(one, tmp_path):
+    run = swept(tmp_path / "asked", 2, 1, 2, "SIGTERM", cases={"large": CASES["large"]}, ends=143)
+    assert "CALLS" not in run.text and "ended with code 143: it received SIGTERM" in run.text
+    chunks = tmp_path / "asked" / "large" / "sweep" / "chunks"
+    assert len(list(chunks.glob("*/checkpoints/[0-9]*"))) == 1 and len(list(chunks.glob("*/done.json"))) <= 1
+    run = swept(tmp_path / "asked", 2, cases={"large": {**CASES["large"], "resume": True}})
+    assert len(left := set(re.findall("CALLS large (\\d+)", run.text))) == 1 and left < {"6", "7", "8"}  # of 9: 3 chunks of 3
+    check_equal(one, tmp_path / "asked", ["large"])
 
 
 def test_sweep_over_processes_refuses_other_trials_and_trials_that_cross(tmp_path):
