@@ -132,6 +132,7 @@ def fit(
     accumulate: int = 1,
     shuffle: bool | None = None,
     prefetch: int = 2,
+    data_retries: int = 0,
     seed: int = 0,
     check_memory: bool = True,
     compile_cache: str | Path | bool | None = None,
@@ -167,6 +168,8 @@ def fit(
       accumulate: microbatches per update; gradients are reduced once per update.
       shuffle: whether to reshuffle arrays in each epoch (True for arrays); the order depends on `seed`.
       prefetch: batches of an iterable to read ahead.
+      data_retries: how often in a row a batch that could not be read, in training or evaluation, is read again: after 1, 2, 4, 8, 8, ...
+        seconds, each with a warning. Other processes wait meanwhile, as for any batch.
       seed: sets the order of the data, the dropout masks and, for linen and functional models, the initial values.
       check_memory: ask the compiler, before anything is allocated, whether a step fits the devices; raise if not. CPUs do not report
         their memory; with resident data the check is skipped.
@@ -194,6 +197,7 @@ def fit(
       3.0
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
+    check_integer(data_retries, "data_retries", 0)
     config = as_checkpoint(checkpoint)
     account = TimeAccount.open(None if config is None else Path(config.path))
     join()
@@ -231,7 +235,7 @@ def fit(
             source=reader,
             placer=placer,
             schedule=schedule,
-            evaluate=None if eval_data is None else functools.partial(trainer.measure, data=eval_data),
+            evaluate=None if eval_data is None else functools.partial(trainer.measure, data=eval_data, retries=data_retries),
             callbacks=hooks,
             loggers=outputs,
             progress=display,
@@ -241,6 +245,7 @@ def fit(
             device_data=replicate_arrays(source_data, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             memory=memory,
+            data_retries=data_retries,
         )
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()

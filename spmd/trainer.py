@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, batch_signature, check_leaves, check_matches
 from spmd.data.prefetch import allow_transfers, prefetch
+from spmd.data.retries import read_epoch
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches
 from spmd.distributed import uneven_batches, watchdog
@@ -346,12 +347,15 @@ class Trainer:
         """
         return self.measure(state, lambda batch: False, data=data, batch_size=batch_size) or {}
 
-    def measure(self, state: State, stops: Callable[[int], bool], data: Any, *, batch_size: int | None = None) -> dict[str, float] | None:
-        """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it."""
+    def measure(
+        self, state: State, stops: Callable[[int], bool], data: Any, *, batch_size: int | None = None, retries: int = 0
+    ) -> dict[str, float] | None:
+        """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it. A batch that cannot be read is
+        tried again `retries` times."""
         reader = self._eval_source(data, batch_size)
         check_alive(state)
         program, placer = bind_rows(reader, self._evaluation(reader.sample()))
-        placed = map(placer, allow_transfers(reader.epoch(0)))
+        placed = map(placer, allow_transfers(read_epoch(reader, 0, retries=retries)))
         batches = uneven_batches.require_equal_counts(placed, "the evaluation's data") if reader.threaded else placed
         with watchdog.current().in_phase("eval"):
             return measured(program, placer, state, batches, stops)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,18 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.replica_check import check_replicas
-from spmd.errors import CallbackError, DivergedError, OptionError, check_integer, did_you_mean, raise_callback_errors, short_repr, type_name
+from spmd.errors import (
+    CallbackError,
+    DivergedError,
+    OptionError,
+    SpmdError,
+    check_integer,
+    did_you_mean,
+    first_line,
+    raise_callback_errors,
+    short_repr,
+    type_name,
+)
 
 
 class Info:
@@ -86,6 +98,8 @@ class Callback:
     exact: bool | None = None
     together: bool = False  # True: every process must have it, since it runs programs on the devices of all
     moves_nothing: bool = False  # True: transfers no arrays, so the loop keeps its transfer guard on
+    may_fail: int = 0  # how often in a row its methods may raise, after `on_start`: then training continues, with a warning
+    failures: int = 0  # in a row, so far
 
     def on_start(self, info: Info) -> None:
         """Before the first step."""
@@ -140,12 +154,17 @@ class CheckReplicas(Callback):
 class Each(Callback):
     """A function as a callback.
 
+    Args:
+      function: called with the run's `info`.
+      every: steps between two calls.
+      may_fail: how often in a row it may raise, as an upload may: then training continues, with a warning.
+
     Example:
       >>> print_loss = Each(lambda info: print(info.step, info.metrics["loss"]), every=100)
     """
 
-    def __init__(self, function: Callable[[Info], Any], *, every: int = 1):
-        self.function, self.every = function, every
+    def __init__(self, function: Callable[[Info], Any], *, every: int = 1, may_fail: int = 0):
+        self.function, self.every, self.may_fail = function, every, may_fail
 
     def on_step(self, info: Info) -> None:
         """Call the function."""
@@ -297,6 +316,10 @@ def as_callbacks(values: Any) -> list[Callback]:
             if name.startswith("on_") and name not in hooks:
                 raise OptionError(f"callback {type(callback).__name__}: nothing calls {name}.", fix=did_you_mean(name, hooks))
         check_integer(callback.every, f"callback {short_repr(value)}: every")
+        check_integer(callback.may_fail, f"callback {short_repr(value)}: may_fail", 0)
+        if callback.may_fail and callback.together:
+            why = f"callback {callback_name(callback)}: may_fail={callback.may_fail}, but all processes run it together"
+            raise OptionError(f"{why}: the others would wait for one where it fails.", fix="may_fail=0.")
         callbacks.append(callback)
     if not any(isinstance(callback, TerminateOnNaN) for callback in callbacks):
         callbacks.insert(0, TerminateOnNaN())
@@ -338,7 +361,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
     """Call one method of each callback. The transfer guard is off for callbacks that may transfer arrays, and only for them.
 
     Raises:
-      CallbackError: one of them raises.
+      CallbackError: one of them raises, more often than it may.
     """
     callback, transfers = None, any(not callback.moves_nothing for callback in callbacks)
     with raise_callback_errors(lambda: f"step {info.step}: callback {callback_name(callback)}.{event}"):
@@ -347,7 +370,19 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
                 block.enter_context(jax.transfer_guard("allow"))
                 block.enter_context(watchdog.current().local_work())  # so that the watchdog blames this callback if it hangs
             for callback in callbacks:
-                getattr(callback, event)(info)
+                try:
+                    getattr(callback, event)(info)
+                    callback.failures = 0
+                except SpmdError:
+                    raise
+                except Exception as error:
+                    callback.failures += 1
+                    if event == "on_start" or callback.failures > callback.may_fail:
+                        raise  # which says at the start that a callback cannot work, before hours of training
+                    why = f"step {info.step}: callback {callback_name(callback)}.{event} raises {first_line(error)}"
+                    logging.getLogger("spmd").warning(
+                        "%s; training continues, failure %d of at most %d in a row.", why, callback.failures, callback.may_fail
+                    )
 
 
 def callback_name(callback: Any) -> str:

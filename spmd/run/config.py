@@ -27,6 +27,7 @@ class LoopConfig:
       evaluate: called with the state and with a function that says whether a signal stops the evaluation before batch n; None then.
       meta: what each checkpoint records about the run's options and data.
       device_data: arrays of a data set that lives on the devices.
+      data_retries: how often in a row a batch is read again.
     """
 
     program: Program
@@ -43,6 +44,7 @@ class LoopConfig:
     device_data: Any = None
     steps_per_call: int = 1
     memory: MemoryCheckpoints | None = None
+    data_retries: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

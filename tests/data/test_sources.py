@@ -5,6 +5,8 @@ import pytest
 from linear import examples, fit, same
 
 import spmd
+from spmd.data import retries
+from spmd.data.retries import read_epoch
 from spmd.data.sources import ArraySource, IterableSource, as_source, is_arrays
 from spmd.errors import DataError, OptionError
 
@@ -328,3 +330,69 @@ def test_fingerprints_of_different_data_differ():
 def test_fit_takes_a_tuple_of_arrays():
     data = examples(32)
     assert same(fit((data["x"], data["y"]), batch_size=16).state.params, fit(data, batch_size=16).state.params)
+
+
+# reading again --------------------------------------------------------------------------------------------------------
+
+
+class AwayError(OSError):
+    pass
+
+
+class Flaky:
+    """Batches of numbers; reading some of them fails, each a number of times."""
+
+    def __init__(self, **failures):
+        self.failures = {int(name[1:]): count for name, count in failures.items()}
+        self.opened = 0
+
+    def __call__(self):
+        self.opened += 1
+        for number in range(5):
+            if self.failures.get(number, 0):
+                self.failures[number] -= 1
+                raise AwayError(f"batch {number} is away")
+            yield examples(8, seed=number)
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """No long pauses."""
+    monkeypatch.setattr(retries, "PAUSES", (0.0, 0.25))
+
+
+def test_batches_that_cannot_be_read_are_read_again(patient, caplog):
+    source = IterableSource(Flaky(), None)
+    wanted = [batch.leaves["x"][0, 0] for batch in source.epoch(0)]
+    flaky = Flaky(_2=3, _4=1)
+    read = [batch.leaves["x"][0, 0] for batch in read_epoch(IterableSource(flaky, None), 0, retries=3)]
+    assert read == wanted and len(set(read)) == 5 and flaky.opened == 5
+    where = "batch 3 of epoch 1 could not be read (AwayError: batch 2 is away)"
+    assert caplog.messages[0] == f"{where}; it is read again in 0 s, attempt 1 of 3."
+    assert [message.partition("again in ")[2].split(" s,")[0] for message in caplog.messages] == ["0", "0.25", "0.25", "0"]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_after_the_last_retry_the_first_error_is_raised(patient, count):
+    flaky, taken = Flaky(_3=9), []
+    with pytest.raises(AwayError, match="batch 3 is away") as raised:
+        for batch in read_epoch(IterableSource(flaky, None), 0, retries=count):
+            taken.append(batch.rows)
+    assert len(taken) == 3 and flaky.opened == 1 + count and not hasattr(raised.value, "__notes__")
+
+
+def test_an_iterator_that_can_be_read_only_once_is_not_read_again(patient):
+    with pytest.raises(AwayError) as raised:
+        list(read_epoch(IterableSource(Flaky(_3=1)(), None), 0, retries=1))
+    assert "when it was read again" in raised.value.__notes__[0]
+
+
+def test_a_run_that_reads_again_is_the_undisturbed_run(patient):
+    undisturbed = fit(Flaky(), epochs=2, eval_data=Flaky(), shuffle=None)
+    flaky, away = Flaky(_1=1, _3=2), Flaky(_2=1)
+    assert same(fit(flaky, epochs=2, eval_data=away, data_retries=2, shuffle=None).state, undisturbed.state)
+    assert not any(flaky.failures.values()) and not any(away.failures.values())
+    with pytest.raises(AwayError):
+        fit(Flaky(_1=1), epochs=2, shuffle=None)
+    with pytest.raises(OptionError, match="data_retries"):
+        fit(Flaky(), data_retries=-1, shuffle=None)

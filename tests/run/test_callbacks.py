@@ -332,6 +332,50 @@ def test_callbacks_and_loggers_are_lists():
             fit(**{option: 5})
 
 
+class Upload(callbacks.Callback):
+    """Fails at some events, counted from 1."""
+
+    def __init__(self, failing, may_fail=0):
+        self.failing, self.may_fail, self.calls = failing, may_fail, 0
+
+    def on_step(self, info):
+        self.calls += 1
+        if self.calls in self.failing:
+            raise OSError("no route to host")
+
+    on_stop = on_step
+
+    def fail(self, info):
+        raise OSError
+
+
+def test_a_callback_may_fail_so_often_in_a_row(caplog):
+    undisturbed, upload, later = fit(epochs=1), Upload({1, 2, 4}, may_fail=2), Recorder()
+    assert same(fit(epochs=1, callbacks=[upload, later]).state, undisturbed.state)
+    assert upload.calls == 4 and later.events[-1][0] == "stop"  # three steps, and the end
+    wanted = "step 2: callback Upload.on_step raises OSError: no route to host; training continues, failure 2 of at most 2 in a row."
+    assert [message for message in caplog.messages if "Upload" in message][1] == wanted
+    with pytest.raises(CallbackError, match=r"step 3: callback Upload.on_step raises OSError"):
+        fit(epochs=1, callbacks=[Upload({1, 2, 3}, may_fail=2)])
+
+
+def test_what_may_not_fail():
+    starting, together = Upload((), may_fail=2), Upload((), may_fail=2)
+    starting.on_start, together.together = starting.fail, True
+    with pytest.raises(CallbackError, match="on_start"):
+        fit(epochs=1, callbacks=[starting])
+    with pytest.raises(OptionError, match="may_fail=2, but all processes run it together"):
+        fit(epochs=1, callbacks=[together])
+    with pytest.raises(OptionError, match="may_fail"):
+        fit(epochs=1, callbacks=[callbacks.Each(print, may_fail=-1)])
+    with pytest.raises(DivergedError):
+        fit(spoilt(2), shuffle=False, callbacks=[callbacks.Each(diverge, may_fail=9)])
+
+
+def diverge(info):
+    raise DivergedError("the sky is falling.")
+
+
 # not a number ---------------------------------------------------------------------------------------------------------
 
 

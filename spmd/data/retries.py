@@ -1,0 +1,53 @@
+"""Reads an epoch's batches, and again from the same batch where reading failed, as on a network file system that was away."""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from spmd.data.batches import HostBatch
+from spmd.data.sources import Source
+from spmd.errors import first_line
+
+PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the first attempts; then always the last
+
+
+def read_epoch(source: Source, number: int, start: int = 0, position: Any = None, *, retries: int = 0) -> Iterator[HostBatch]:
+    """The batches of an epoch from batch `start` on; after an error, the source is opened again at the batch that could not be read.
+
+    Args:
+      source: of batches on the host.
+      position: the source's state before batch `start`, if it has one.
+      retries: how often in a row; 0: never.
+
+    Raises:
+      Exception: the first error at a batch that could not be read `retries` more times.
+
+    Example:
+      >>> from spmd.data.sources import ArraySource
+      >>> source = ArraySource({"x": np.arange(6)}, examples=6, batch_size=4, shuffle=False, seed=0)
+      >>> [batch.rows for batch in read_epoch(source, 0, retries=3)]
+      [4, 2]
+    """
+    errors: list[Exception] = []  # at the batch that comes next
+    while True:
+        batches = source.epoch(number, start, position)
+        try:
+            for batch in batches:
+                yield batch
+                start, position = start + 1, batch.position
+                errors.clear()
+            return
+        except Exception as error:
+            errors.append(error)
+        finally:
+            batches.close()  # type: ignore[attr-defined]
+        first, last = errors[0], errors[-1]
+        if len(errors) > retries:
+            if first_line(last) != first_line(first):
+                first.add_note(f"spmd: and when it was read again: {first_line(last)}")
+            raise first
+        seconds = PAUSES[min(len(errors), len(PAUSES)) - 1]
+        where = f"batch {start + 1} of epoch {number + 1} could not be read ({first_line(last)})"
+        logging.getLogger("spmd").warning("%s; it is read again in %g s, attempt %d of %d.", where, seconds, len(errors), retries)
+        time.sleep(seconds)
