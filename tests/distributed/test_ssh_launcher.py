@@ -172,28 +172,6 @@ def test_unexpected_answer_of_one_host_is_reported(tmp_path, monkeypatch, does, 
     assert logged[0].startswith(message) and logged[1] == "2 of 3 hosts are ready", logged
 
 
-PRINTS = """
-import sys
-print("x" * 300_000 + chr(0x1e) * 100_000 + "\u2588" * 1000)
-print("half", end="")
-sys.exit(3)
-"""
-
-
-@pytest.mark.system
-def test_long_lines_and_unencodable_characters(tmp_path, monkeypatch):
-    ssh = tmp_path / "stand_in"
-    ssh.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*"\n')
-    ssh.chmod(0o755)
-    (tmp_path / "prints.py").write_text(PRINTS)
-    shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
-    monkeypatch.setattr(sys, "stdout", shown)
-    config = ssh_launcher.SshConfig((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
-    assert ssh_launcher.launch_on_hosts([str(tmp_path / "prints.py")], config, lambda text: None) == 3
-    text = shown.buffer.getvalue().decode("latin-1")
-    assert text.count("x") >= 300_000 and "half" in text
-
-
 @pytest.mark.system
 def test_agents_are_kept_over_restarts_and_replaced_when_they_are_gone(tmp_path):
     """The agent of the second host is killed between two attempts."""
@@ -215,6 +193,28 @@ def test_agents_are_kept_over_restarts_and_replaced_when_they_are_gone(tmp_path)
     kept, replaced = ((tmp_path / f"agents{rank}").read_text().split() for rank in (0, 1))
     assert len(kept) == len(replaced) == 2 and kept[0] == kept[1] and replaced[0] != replaced[1], logged
     assert logged[1:] == ["restart 1 of at most 1"], "the lost connection is made again in the same attempt"
+
+
+PRINTS = """
+import sys
+print("x" * 300_000 + chr(0x1e) * 100_000 + "\u2588" * 1000)
+print("half", end="")
+sys.exit(3)
+"""
+
+
+@pytest.mark.system
+def test_long_lines_and_unencodable_characters(tmp_path, monkeypatch):
+    ssh = tmp_path / "stand_in"
+    ssh.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "prints.py").write_text(PRINTS)
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    config = ssh_launcher.SshConfig((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
+    assert ssh_launcher.launch_on_hosts([str(tmp_path / "prints.py")], config, lambda text: None) == 3
+    text = shown.buffer.getvalue().decode("latin-1")
+    assert text.count("x") >= 300_000 and "half" in text
 
 
 def ip(*words):
