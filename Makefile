@@ -15,7 +15,7 @@ help:
 	@echo "make test-all     all tests, the slow ones too, with all of XLA's optimizations"
 	@echo "make check        formatting, lint, types, architecture, documentation"
 	@echo "make docs         the documentation site, in site/"
-	@echo "make soak         20 minutes of random faults; the run must end in the same bits"
+	@echo "make soak         20 minutes of random faults, without and with checkpoints in memory; the runs must end in the same bits"
 	@echo "make bench        benchmarks; results in benchmarks/results/"
 	@echo "make published    plans of published runs, against what was measured; needs '.[gpu-compiler]'"
 	@echo "make clean        remove .venv, runs and what was built"
@@ -51,7 +51,7 @@ docs: $(STAMP)
 	$(RUN) -m mkdocs build --strict
 
 soak: $(STAMP)
-	$(RUN) tests/distributed/soak.py --minutes 20 --seed 0
+	$(RUN) tests/distributed/soak.py --minutes 20 --seed 0 --compare
 
 bench: $(STAMP)
 	$(RUN) benchmarks/step_overhead.py

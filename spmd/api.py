@@ -17,11 +17,12 @@ from spmd.data.records import Records
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import check_source
 from spmd.distributed.consistency import check_consistency
+from spmd.distributed.exit_codes import TERMINATED
 from spmd.distributed.initialize import join, shrink_factor, was_restarted
 from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
-from spmd.distributed.watchdog import TERMINATED, current
+from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout

@@ -11,10 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from spmd.errors import RendezvousTimeout
-
 HEARTBEAT_SECONDS = 1.0
 # Kinds of failures: an error of this process; no progress in its own code; another process did not arrive, or broke a transfer.
 ERROR, STALL, WAIT = "error", "stall", "wait"
@@ -29,14 +25,6 @@ def report_to_launcher(name: str, record: dict[str, Any], *, overwrite: bool = T
         with contextlib.suppress(OSError):  # the failure itself matters more than its record
             part.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
             part.replace(path)  # atomic: a process that is killed here leaves the previous record
-
-
-def failure_kind(error: BaseException) -> str:
-    """Whether an error may be the consequence of a failure in another process."""
-    while error.__cause__ is not None:  # such as a callback's
-        error = error.__cause__
-    transfer = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
-    return WAIT if transfer or isinstance(error, TimeoutError | RendezvousTimeout) else ERROR
 
 
 def format_error(error: BaseException) -> str:

@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 import jax
 
 from spmd.distributed import coordination
-from spmd.distributed.records import HEARTBEAT_SECONDS, STALL, WAIT, failure_kind, format_error, report_to_launcher
+from spmd.distributed.exit_codes import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
+from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT, format_error, report_to_launcher
 from spmd.distributed.stragglers import StragglerMonitor
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
-FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
 POLL_SECONDS = 0.25  # between two polls, with up to 500 processes
 EXIT_SECONDS = 3.0  # the longest that a failing process, and process 0, which hosts the service, stays so that others can read the error
 SIGTERM_REASON = "asked to end"  # why a run stopped that has received SIGTERM
@@ -398,6 +398,14 @@ def start(rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], No
     watchdog = ClusterWatchdog(rank, size, timeouts, log)
     watchdog.start()
     _current = watchdog
+
+
+def failure_kind(error: BaseException) -> str:
+    """Whether an error may be the consequence of a failure in another process."""
+    while error.__cause__ is not None:  # such as a callback's
+        error = error.__cause__
+    transfer = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+    return WAIT if transfer or isinstance(error, TimeoutError | RendezvousTimeout) else ERROR
 
 
 def exit_code(error: BaseException) -> int:

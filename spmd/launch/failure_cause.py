@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from spmd.distributed.exit_codes import FAILED
 from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT
-from spmd.distributed.watchdog import FAILED
 
 ALL = -1  # instead of a rank: all processes, when only their launcher (srun) has an exit code
 QUIET = 1.5 * HEARTBEAT_SECONDS  # a last heartbeat this much older than another's failure precedes it

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.distributed.detect_cluster import FIRST_PORT
-from spmd.distributed.watchdog import DISAGREED, PEER, TERMINATED, USAGE
+from spmd.distributed.exit_codes import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.errors import OptionError, import_extra
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.validation import check_environment_variables, check_pattern, check_printable, check_script_args, script_name

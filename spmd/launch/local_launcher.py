@@ -19,7 +19,6 @@ from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts,
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.spares import Spares, check_spares
 from spmd.launch.validation import check_script_is_named
-from spmd.run.memory_folder import is_memory_folder, remove_unused
 
 MOST = 256  # processes on one machine
 
@@ -115,6 +114,8 @@ def memory_folders(records: Iterable[Mapping[str, Any]]) -> set[str]:
 def remove_memory_folders(folders: Iterable[str]) -> None:
     """Remove folders of checkpoints in memory that no process uses, after the last attempt. A run that ends well has removed its."""
     for folder in map(Path, folders):
+        from spmd.run.memory_folder import is_memory_folder, remove_unused  # imports JAX, which an agent does not need to start processes
+
         if is_memory_folder(folder):
             remove_unused(folder)
 

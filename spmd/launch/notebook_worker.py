@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from spmd.distributed import watchdog
+from spmd.distributed import exit_codes, watchdog
 from spmd.errors import ProcessError
 from spmd.launch import ipc, serialization
 from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
@@ -30,7 +30,7 @@ def main(notebook: socket.socket) -> None:
             ipc.send(notebook, _answer(notebook, pickle.loads(message)))
             watchdog.current().record_progress("script", watchdog.current().step)  # waiting for a call is no stall
     except KeyboardInterrupt:  # while it waits: the notebook has interrupted the call
-        raise SystemExit(watchdog.FAILED) from None
+        raise SystemExit(exit_codes.FAILED) from None
     except ConnectionError:
         return  # the notebook is gone
 
@@ -46,7 +46,7 @@ def _answer(notebook: socket.socket, request: dict[str, Any]) -> bytes:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
         with contextlib.suppress(OSError):
             ipc.send(notebook, FAILED + pickle.dumps((_headline(error), text)))
-        code = watchdog.exit_code(error) or watchdog.FAILED
+        code = watchdog.exit_code(error) or exit_codes.FAILED
         watchdog.current().report_failure(error, code)
         raise SystemExit(code) from None
     _end_of_output(request["mark"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import signal
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.distributed.watchdog import DISAGREED, PEER, TERMINATED, USAGE
+from spmd.distributed.exit_codes import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.errors import printable
 from spmd.launch import failure_cause
 from spmd.launch.failure_cause import ABORTED, ALL
@@ -153,7 +154,7 @@ def run_with_restarts(attempt: Callable[[Sequence[float]], Attempt], most: int, 
             if most:
                 log(f"no restart: {cause}.")
             return exit_code(last)
-        seconds = restart_delay(len(attempts))
+        seconds = restart_delay(attempts)
         log(f"restart {len(attempts)} of at most {most}" + (f", in {seconds:.0f} s" if seconds else ""))
         time.sleep(seconds)
 
@@ -184,13 +185,15 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
     return None
 
 
-def restart_delay(restart: int) -> float:
-    """Seconds before a restart, counted from 1: 0, 1, 2, 4 … 60.
+def restart_delay(attempts: Sequence[Attempt]) -> float:
+    """Seconds before the next restart: 0, 1, 2, 4 … 60, by the number of attempts in a row that started at the same step. So a run that
+    makes progress between rare failures never waits.
 
-    >>> [restart_delay(restart) for restart in (1, 2, 3, 4, 10)]
-    [0.0, 1.0, 2.0, 4.0, 60.0]
+    >>> [restart_delay([Attempt({0: 1}, first_step=step) for step in steps]) for steps in ([0], [0, 0], [0, 0, 0], [0, 0, 20])]
+    [0.0, 1.0, 2.0, 0.0]
     """
-    return 0.0 if restart == 1 else min(2.0 ** (restart - 2), MAX_DELAY)
+    same = len(list(itertools.takewhile(lambda attempt: attempt.first_step == attempts[-1].first_step, reversed(attempts))))
+    return 0.0 if same == 1 else min(2.0 ** (same - 2), MAX_DELAY)
 
 
 def exit_code(attempt: Attempt) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd.distributed import watchdog
+from spmd.distributed.exit_codes import PEER, TERMINATED
 from spmd.distributed.initialize import join
 from spmd.distributed.records import report_to_launcher
 from spmd.launch.spares import wait_as_spare
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
         watchdog.current().script_finished()
     except BaseException as error:
         code = watchdog.exit_code(error)
-        if code in (0, watchdog.TERMINATED):  # all other processes exit the same way
+        if code in (0, TERMINATED):  # all other processes exit the same way
             watchdog.current().script_finished()
             raise
         if not isinstance(error, SystemExit) or isinstance(error.code, str):
@@ -52,7 +53,7 @@ def _exit_with(launcher: int) -> None:
         time.sleep(1.0)
     if os.getpgrp() == os.getpid():  # this process leads its group, which has only its descendants
         os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(watchdog.PEER)
+    os._exit(PEER)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from spmd.distributed import coordination
 from spmd.errors import OptionError, printable
 from spmd.launch import orphan_reaper
 from spmd.launch.failure_cause import heartbeats
@@ -199,6 +198,8 @@ def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
     number = os.environ.get(NAME)
     if number is None:
         return
+    from spmd.distributed import coordination  # imports JAX, which launchers and agents do not need
+
     with socket.socket(fileno=int(number)) as launcher:
         launcher.set_inheritable(False)
         for name in imports:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from spmd.distributed.coordination import SHUTDOWN_TIMEOUT
-from spmd.distributed.watchdog import TERMINATED
+from spmd.distributed.exit_codes import TERMINATED
 from spmd.errors import OptionError
 from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, report_folder, worker_command
 from spmd.launch.process_group import ProcessGroup, start_processes

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd.distributed.detect_cluster import join_address
-from spmd.distributed.watchdog import PEER
+from spmd.distributed.exit_codes import PEER
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
 from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, memory_folders, rank_environment
-from spmd.launch.process_group import SETTLE, Stoppable
+from spmd.launch.process_group import KILLED, SETTLE, Stoppable
 from spmd.launch.restart_policy import ALL, LOST, Attempt, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.spares import check_spares
@@ -163,7 +163,8 @@ def _attempt(
         codes = group.wait(config.settings.grace)
         for host, folders in group.in_memory.items():
             in_memory.setdefault(host, set()).update(folders)
-        return dataclasses.replace(summarize_attempt(group.records, codes, group.first, group.stop_signal), fewer=len(ready) < len(agents))
+        attempt = summarize_attempt(group.records, codes, group.first, group.stop_signal, group.failed_at)
+        return dataclasses.replace(attempt, fewer=len(ready) < len(agents))
 
 
 def _connect(config: SshConfig, hosts: Iterable[Host], agents: dict[Host, AgentConnection]) -> None:
@@ -283,6 +284,7 @@ class RemoteProcessGroup:
       agents: connections to the hosts that take part.
       stop_signal: the signal that asked all to stop, if any.
       first: exit codes of the processes that ended first.
+      failed_at: when the first failure was seen, in seconds since 1970; None if there was none.
       records: what processes have left for the launcher.
       in_memory: folders of checkpoints in memory, by host.
     """
@@ -291,6 +293,7 @@ class RemoteProcessGroup:
         self.agents, self._log = list[AgentConnection](), log
         self.stop_signal: int | None = None
         self.first: dict[int, int] = {}
+        self.failed_at: float | None = None
         self.records: list[dict[str, Any]] = []
         self.in_memory: dict[Host, set[str]] = {}
         self._wishes: collections.deque[int] = collections.deque()
@@ -323,7 +326,9 @@ class RemoteProcessGroup:
             if deadline is None and self.stop_signal == signal.SIGTERM:
                 deadline = time.monotonic() + grace + SETTLE
             elif deadline is None and self.stop_signal is None and any(codes.values()):
-                deadline = time.monotonic() + 2 * SETTLE
+                failed = {code for code in codes.values() if code}  # one that was killed, or its host, published no error
+                deadline = time.monotonic() + (KILLED if failed <= {LOST, -signal.SIGKILL} else 2 * SETTLE)
+                self.failed_at = time.time()
             if deadline is not None and time.monotonic() > deadline and not killed:
                 self.signal(signal.SIGKILL)
                 killed = True

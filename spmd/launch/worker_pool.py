@@ -14,7 +14,7 @@ import time
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
-from spmd.distributed.watchdog import PEER, STALLED
+from spmd.distributed.exit_codes import PEER, STALLED
 from spmd.launch import ipc
 from spmd.launch.local_launcher import LocalConfig, process_environments, rank_prefix, report_folder, worker_command
 from spmd.launch.process_group import LOOK, SETTLE, ProcessGroup, start_processes, to_stdout

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from spmd.distributed import coordination, watchdog
+from spmd.distributed.exit_codes import TERMINATED
 from spmd.distributed.watchdog import SIGTERM_REASON
 
 SIGINT_REASON = "interrupted"  # why a run stopped
@@ -53,7 +54,7 @@ class _Signals:
         del frame
         if number == signal.SIGTERM:
             if self._terminate():
-                raise SystemExit(watchdog.TERMINATED)
+                raise SystemExit(TERMINATED)
         elif self.request is None:
             signal.default_int_handler(number, None)
         else:
@@ -79,7 +80,7 @@ class _Signals:
                     os.write(self._next_fd, number)
             if number[0] == signal.SIGTERM and signal.SIGTERM in self._taken:
                 if self._terminate() and not self._ended.wait(EXIT_SECONDS):
-                    coordination.exit_now(watchdog.TERMINATED)
+                    coordination.exit_now(TERMINATED)
         os.close(self._read)
         os.close(self._written)
 

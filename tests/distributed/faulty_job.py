@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import dataclasses
 import hashlib
+import itertools
 import os
 import signal
 import sys
@@ -16,14 +17,20 @@ from flax import nnx
 
 import spmd
 from spmd.run import checkpoint, memory_checkpoint
+from spmd.run.time_account import _process_start
 
 
 class MLP(nnx.Module):
-    def __init__(self, rngs):
-        self.hidden, self.out = nnx.Linear(6, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+    def __init__(self, rngs, wide=0):
+        width = 1024 if wide else 16
+        self.hidden, self.out = nnx.Linear(6, width, rngs=rngs), nnx.Linear(width, 4, rngs=rngs)
+        self.wide = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(wide)])
 
     def __call__(self, x):
-        return self.out(nnx.relu(self.hidden(x)))
+        x = nnx.relu(self.hidden(x))
+        for layer in self.wide:
+            x = x + nnx.relu(layer(x)) / len(self.wide)
+        return self.out(x)
 
 
 def parse_options():
@@ -38,7 +45,9 @@ def parse_options():
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--no-cache", dest="cache", action="store_false", help="of compiled programs")
     parser.add_argument("--memory-every", type=int, help="steps between two checkpoints in memory")
+    parser.add_argument("--wide", type=int, default=0, help="more layers, of 8 MiB of state each")
     parser.add_argument("--layout", help="default: fsdp_bf16 with error feedback, whose residuals must survive, too")
     return parser.parse_args()
 
@@ -91,11 +100,15 @@ def leave_no_checkpoint_out():
 
 
 def main():
+    print(f"MAIN at {time.time():.3f}", flush=True)
     options = parse_options()
     rank, attempt = int(os.environ.get("SPMD_PROCESS") or os.environ.get("SLURM_PROCID", "0")), os.environ.get("SPMD_ATTEMPT", "0")
     is_faulty = rank == options.rank and (options.always or attempt == "0")
+    steps_of_attempt = itertools.count()
 
     def fault(info):
+        if next(steps_of_attempt) == 0:
+            print(f"FIRST {info.step} in a process that began at {_process_start(time.time()):.3f}", flush=True)
         time.sleep(options.pause)
         if options.pause and info.step % 10 == 0:
             print(f"STEP {info.step}", flush=True)
@@ -122,10 +135,12 @@ def main():
             time.sleep(1000)
         if options.fault == "wait":  # for what the test does meanwhile
             time.sleep(1)
+        while options.fault == "release" and not os.path.exists(f"{options.folder}/released"):
+            time.sleep(0.02)
         if options.fault in ("KILL", "STOP", "TERM", "INT"):
             os.kill(os.getpid(), getattr(signal, f"SIG{options.fault}"))
 
-    if options.fault == "sleep":
+    if options.fault in ("sleep", "release"):
         leave_no_checkpoint_out()
     if is_faulty and options.fault.startswith("save "):
         die_while_saving(options.fault, options.at)
@@ -142,7 +157,7 @@ def main():
     if differs("data"):
         data["x"][-1] += 1
     result = spmd.fit(
-        lambda: MLP(nnx.Rngs(int(differs("weights")))),
+        lambda: MLP(nnx.Rngs(int(differs("weights"))), options.wide),
         data,
         batch_size=32,
         steps=options.steps,
@@ -151,6 +166,7 @@ def main():
         layout="data_parallel" if differs("layout") else options.layout or with_feedback("fsdp_bf16"),
         checkpoint=spmd.Checkpoint(options.folder, every=options.every, memory_every=options.memory_every) if options.folder else None,
         resume=options.resume,
+        compile_cache=None if options.cache else False,
         callbacks=[fault, *([spmd.callbacks.CheckReplicas(10)] if differs("callbacks") else [])],
         progress=False,
     )

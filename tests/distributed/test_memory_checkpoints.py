@@ -1,43 +1,32 @@
-"""Checkpoints in memory with real processes: they are killed, with or without their host's memory, and end in the same bits.
+"""Checkpoints in memory with real processes: they are killed, with or without their host's memory, and end in the same bits."""
 
-A host is an address of this machine whose processes have a memory folder of their own; its memory is lost when that folder is removed.
-"""
-
-import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
-from launched import JOB, ROOT, launch
+from launched import JOB, launch
+from simulated_hosts import simulated_hosts
 
 SLOW = pytest.mark.slow
-SSH = """#!/bin/sh
-while [ "${{1#-}}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
-host=$1; shift
-export SPMD_MEMORY_FOLDER={memory}/$host
-exec /bin/sh -c "$*"
-"""
 
 
 @pytest.fixture
 def hosts(tmp_path):
-    """A launcher of jobs on hosts 127.0.0.1, 127.0.0.2, ...; the memory of each is a folder in `tmp_path/memory`."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text(SSH.format(memory=tmp_path / "memory"))
-    ssh.chmod(0o755)
+    with simulated_hosts(tmp_path, 3) as hosts:
+        yield hosts
 
-    def start(*words, processes=(1, 1), restarts=2, **more):
-        file = tmp_path / "hosts.txt"
-        file.write_text("".join(f"127.0.0.{number} processes={count}\n" for number, count in enumerate(processes, 1)))
-        options = ["--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2, "--max-restarts", restarts]
+
+@pytest.fixture
+def start(hosts, tmp_path):
+    """Starts a job on hosts, with so many processes on each."""
+
+    def start(*words, processes=(1, 1), restarts=2, options=(), **more):
         job = [JOB, "--folder", tmp_path / "run", "--every", 15, *words]
-        return launch(*options, *job, SPMD_TEST_TAG=str(tmp_path), **more)
+        return launch(*hosts.options(processes), "--max-restarts", restarts, *options, *job, **more)
 
     return start
 
@@ -58,37 +47,12 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-def kill_host(number, tag):
-    """SIGKILL to the agent of a host and to its processes."""
-    pids = subprocess.run(["pgrep", "-f", f"spmd.launch.ssh_agent 127.0.0.{number}$"], capture_output=True, text=True, check=False).stdout
-    for agent in map(int, pids.split()):
-        with contextlib.suppress(OSError):
-            if f"SPMD_TEST_TAG={tag}\0".encode() not in Path(f"/proc/{agent}/environ").read_bytes():
-                continue
-            children = subprocess.run(["pgrep", "-P", str(agent)], capture_output=True, text=True, check=False).stdout.split()
-            for pid in (*map(int, children), agent):
-                os.kill(pid, signal.SIGKILL)
-
-
-def wait_for_pieces(process, tmp_path, pieces):
+def wait_for_pieces(process, tmp_path, pieces, count):
     """Until so many pieces of step 24 are in memory, and step 15 is on disk; training waits for longer."""
     while process.poll() is None:
-        if len(list((tmp_path / "memory").rglob("24.?"))) == pieces and (tmp_path / "run" / "checkpoints" / "15").exists():
+        if count() == pieces and (tmp_path / "run" / "checkpoints" / "15").exists():
             return
         time.sleep(0.02)
-
-
-def faults(tmp_path, pieces, *, killed=(), lost=()):
-    """After step 25, when all have step 24 in memory: kill hosts, and remove the memory of hosts."""
-
-    def act(process, run):
-        wait_for_pieces(process, tmp_path, pieces)
-        for number in killed:
-            kill_host(number, tmp_path)
-        for number in lost:
-            shutil.rmtree(tmp_path / "memory" / f"127.0.0.{number}")
-
-    return act
 
 
 def resumed(folder):
@@ -101,51 +65,91 @@ def counts(folder):
     return next(record for record in records if record.get("event") == "memory")
 
 
-CASES = {  # processes of each host, killed hosts, those whose memory is lost, step, source
-    "own memory": ((1, 1), (2,), (), 24, "memory (process 0, 1: own host), 9 steps after the newest checkpoint on disk"),
-    "neighbour": (
-        (1, 1),
-        (2,),
-        (2,),
-        24,
-        r"memory (process 0: own host; process 1: \S+ (host 0)), 9 steps after the newest checkpoint on disk",
-    ),
-    "disk": ((1, 1), (1, 2), (1, 2), 15, "disk"),
-    "neighbour of process 0": ((1, 1), (1,), (1,), 24, r"memory (process 0: \S+ (host 1); process 1: own host), 9 steps after"),
-    "all workers of a host": ((2, 2), (2,), (), 24, "memory (process 0, 1, 2, 3: own host), 9 steps after"),
-    "one host of three": ((2, 1, 1), (3,), (3,), 24, r"memory (process 0, 1, 2: own host; process 3: \S+ (host 0)), 9 steps after"),
-    "two hosts of three": ((2, 1, 1), (2, 3), (2, 3), 15, "disk"),
+def kill_worker(host):
+    host.kill_workers(1)
+
+
+def kill_workers(host):
+    host.kill_workers()
+
+
+def kill_agent(host):
+    """And its processes."""
+    host.kill()
+
+
+def lose(host):
+    host.kill()
+    host.lose_memory()
+
+
+OWN = "memory (process {ranks}: own host), 9 steps after the newest checkpoint on disk"
+CASES = {  # processes of each host, what is done to which hosts, step, source
+    "a worker": ((1, 1), kill_worker, (1,), 24, OWN),
+    "neighbour": ((1, 1), lose, (1,), 24, "memory (process 0: own host; process 1: {0}), 9 steps after the newest checkpoint on disk"),
+    "two hosts of three": ((2, 1, 1), lose, (1, 2), 15, "disk"),
+    "all workers of a host": ((2, 2), kill_workers, (1,), 24, OWN),
+    "a worker of two": ((2, 2), kill_worker, (1,), 24, OWN),
+    "an agent": ((2, 2), kill_agent, (1,), 24, OWN),
+    "neighbour of process 0": ((1, 1), lose, (0,), 24, "memory (process 0: {1}; process 1: own host), 9 steps after"),
+    "one host of three": ((2, 1, 1), lose, (2,), 24, "memory (process 0, 1, 2: own host; process 3: {0}), 9 steps after"),
+    "all hosts": ((1, 1), lose, (0, 1), 15, "disk"),
 }
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if number > 2 else ()) for number, name in enumerate(CASES)])
-def test_killed_host_resumes_from_memory_with_the_same_bits(hosts, undisturbed, tmp_path, name):
-    processes, killed, lost, step, source = CASES[name]
-    words = ["--memory-every", 4, "--fault", "sleep"]
-    acts = faults(tmp_path, 2 * sum(processes), killed=killed, lost=lost)
-    run = hosts(*words, processes=processes, meanwhile=acts)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if number > 3 else ()) for number, name in enumerate(CASES)])
+def test_killed_processes_resume_from_memory_with_the_same_bits(hosts, start, undisturbed, tmp_path, name):
+    processes, harm, victims, step, source = CASES[name]
+
+    def act(process, run):
+        wait_for_pieces(process, tmp_path, 2 * sum(processes), lambda: hosts.pieces(24))
+        for number in victims:
+            harm(hosts[number])
+
+    run = start("--memory-every", 4, "--fault", "sleep", processes=processes, meanwhile=act)
     assert run.code == 0 and set(run.hashes) == {undisturbed(sum(processes))}, run.text
-    starts = resumed(tmp_path / "run")
-    assert len(starts) == 1, run.text
-    ((resumed_step, resumed_source),) = starts
-    pattern = re.escape(source).replace(r"\\S\+", r"\S+")
-    assert resumed_step == step and re.match(pattern, resumed_source), resumed_source
+    ((resumed_step, resumed_source),) = resumed(tmp_path / "run")
+    source = re.escape(source.replace("{ranks}", ", ".join(map(str, range(sum(processes))))))
+    for number, host in enumerate(hosts.hosts):
+        source = source.replace(rf"\{{{number}\}}", host.shown)
+    assert resumed_step == step and re.match(source, resumed_source), resumed_source
     again = [at for at, line in run.lines if "STEP 26" in line][-1] - run.when("ended with signal 9|connection is lost")
     done = counts(tmp_path / "run")
     print(f"FIGURE {name}: {25 - step} steps lost, step 26 again after {again:.1f} s; {done}")
     assert done["saved"] and not done["failed"] and (done["bytes_sent"] > 0)
-    assert not list((tmp_path / "memory").glob("*/*")), "the memory of a run that has ended well is free"
+    assert not any(list(host.memory.glob("*/*")) for host in hosts.hosts), "the memory of a run that has ended well is free"
 
 
 @SLOW
-def test_same_fault_without_memory(hosts, undisturbed, tmp_path):
+def test_disconnected_host_resumes_from_memory(hosts, start, undisturbed, tmp_path):
+    """The network of a host is down until both are restarted and wait for each other."""
+    if hosts[1].holder is None:
+        pytest.skip("network namespaces need privileges, and ip, unshare and nsenter")
+
+    def disconnect(process, run):
+        wait_for_pieces(process, tmp_path, 4, lambda: hosts.pieces(24))
+        hosts[1].connect("down")
+        (tmp_path / "run" / "released").touch()
+        while not any("waiting for process" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        hosts[1].connect("up")
+
+    run = start("--memory-every", 4, "--fault", "release", options=["--stall", "step=5"], meanwhile=disconnect)
+    assert run.code == 0 and set(run.hashes) == {undisturbed(2)}, run.text
+    assert "stalled: no progress" in run.text and "restart 1 of at most" in run.text
+    ((step, source),) = resumed(tmp_path / "run")
+    assert step == 24 and source.startswith("memory (process 0, 1: own host), 9 steps after")
+
+
+@SLOW
+def test_same_fault_without_memory(hosts, start, undisturbed, tmp_path):
     def kill(process, run):
         while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
             time.sleep(0.02)
-        kill_host(2, tmp_path)
+        hosts[1].kill()
 
-    run = hosts("--fault", "sleep", meanwhile=kill)
+    run = start("--fault", "sleep", meanwhile=kill)
     assert run.code == 0 and set(run.hashes) == {undisturbed(2)}, run.text
     assert resumed(tmp_path / "run") == [(15, "disk")]
     again = [at for at, line in run.lines if "STEP 26" in line][-1] - run.when("connection is lost")
@@ -153,10 +157,10 @@ def test_same_fault_without_memory(hosts, undisturbed, tmp_path):
 
 
 @SLOW
-def test_memory_is_removed_when_there_is_no_restart(hosts, tmp_path):
-    run = hosts("--memory-every", 4, "--fault", "raise", "--always", restarts=5)
+def test_memory_is_removed_when_there_is_no_restart(hosts, start):
+    run = start("--memory-every", 4, "--fault", "raise", "--always", restarts=5)
     assert run.code == 1 and "no restart" in run.text, run.text
-    assert (tmp_path / "memory" / "127.0.0.1").exists() and not list((tmp_path / "memory").glob("*/spmd-*/*-*")), run.text
+    assert list(hosts[0].memory.glob("spmd-*")) and not any(list(host.memory.glob("spmd-*/*-*")) for host in hosts.hosts), run.text
 
 
 @SLOW
@@ -166,7 +170,7 @@ def test_damaged_piece_is_replaced_by_an_older_step_or_the_disk(undisturbed, tmp
     memory = tmp_path / "memory"
 
     def harm(process, run):
-        wait_for_pieces(process, tmp_path, 2)
+        wait_for_pieces(process, tmp_path, 2, lambda: len(list((tmp_path / "memory").rglob("24.?"))))
         for name in ("20.0", "20.1", "24.0", "24.1") if damage == "all" else ("24.1",):
             for path in memory.glob(f"*/*/{name}"):
                 _damage(path, damage)
@@ -194,7 +198,7 @@ def test_script_that_is_started_again_by_hand_finds_its_memory(undisturbed, tmp_
     """The launcher itself is killed, so nothing removes the memory; the next launch, of as many devices, resumes from it."""
 
     def kill(process, run):
-        wait_for_pieces(process, tmp_path, 2)
+        wait_for_pieces(process, tmp_path, 2, lambda: len(list((tmp_path / "memory").rglob("24.?"))))
         process.kill()
 
     job = [JOB, "--folder", tmp_path / "run", "--every", 15, "--memory-every", 4]

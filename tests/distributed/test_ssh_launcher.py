@@ -1,12 +1,10 @@
-"""`spmd launch --hosts` over a stand-in for ssh: first on loopback, then between network namespaces with addresses of their own."""
+"""`spmd launch --hosts` over a stand-in for ssh: first on loopback, then between network namespaces."""
 
 import contextlib
 import io
 import json
 import os
 import re
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from launched import JOB, ROOT, launch
+from simulated_hosts import simulated_hosts
 
 from spmd.launch import ssh_launcher
 from spmd.launch.hostfile import Host
@@ -217,64 +216,23 @@ def test_long_lines_and_unencodable_characters(tmp_path, monkeypatch):
     assert text.count("x") >= 300_000 and "half" in text
 
 
-def ip(*words):
-    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True, text=True, timeout=20)
-
-
-@pytest.fixture
-def network(tmp_path):
-    """Two namespaces with names and addresses of their own, 10.77.0.1 and 10.77.0.2, and a stand-in for ssh that goes into them."""
-    if os.geteuid() != 0 or shutil.which("ip") is None or subprocess.run(["unshare", "-nu", "true"], check=False).returncode:
-        pytest.skip("network namespaces need privileges, and ip and unshare")
-    tag = secrets.token_hex(2)
-    names = [f"spmd-{tag}-a", f"spmd-{tag}-b"]
-    ssh = tmp_path / "ssh"
-    enter = f"exec ip netns exec spmd-{tag}-$host unshare -u /bin/sh -c"
-    options = 'while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done'
-    ssh.write_text(f'#!/bin/sh\n{options}\nhost=$1; shift\n{enter} "hostname $host; $*"\n')
-    ssh.chmod(0o755)
-    made = []
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            made.append(lambda name=name: ip("netns", "del", name))
-            folder = f"/etc/netns/{name}"
-            os.makedirs(folder)
-            made.append(lambda folder=folder: shutil.rmtree(folder))
-            with open(f"{folder}/hosts", "w") as file:
-                file.write("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
-        ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
-            for device in ("lo", "wire"):
-                ip("-n", name, "link", "set", device, "up")
-        yield ssh, names
-    finally:
-        for undo in reversed(made):
-            undo()
-
-
 @SLOW
-def test_disconnected_host_comes_back(network, tmp_path):
-    ssh, names = network
-    file = tmp_path / "hosts.txt"
-    file.write_text("a processes=1\nb processes=1\n")
+def test_disconnected_host_comes_back(tmp_path):
+    with simulated_hosts(tmp_path, 2) as hosts:
+        if hosts[1].holder is None:
+            pytest.skip("network namespaces need privileges, and ip, unshare and nsenter")
 
-    def disconnect(process, run):
-        while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
-            time.sleep(0.02)
-        ip("-n", names[1], "link", "set", "wire", "down")
-        while not any("restart 1 of at most" in line for _, line in run.lines) and process.poll() is None:
-            time.sleep(0.02)
-        while not any("waiting for process" in line for _, line in run.lines) and process.poll() is None:
-            time.sleep(0.02)
-        ip("-n", names[1], "link", "set", "wire", "up")
+        def disconnect(process, run):
+            for text, state in (("FAULT at", "down"), ("restart 1 of at most", "down"), ("waiting for process", "up")):
+                while not any(text in line for _, line in run.lines) and process.poll() is None:
+                    time.sleep(0.02)
+                hosts[1].connect(state)
 
-    options = ["--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2]
-    reference = launch(*options, JOB, "--folder", tmp_path / "reference")
-    assert reference.code == 0 and len(set(reference.hashes)) == 1, reference.text
-    assert "spmd 1: process 1 of 2 (spmd launch), process 0 at 10.77.0.1:" in reference.text
-    more = ["--max-restarts", 3, "--stall", "step=5"]
-    run = launch(*options, *more, JOB, "--folder", tmp_path / "run", "--fault", "wait", meanwhile=disconnect)
+        options = hosts.options((1, 1))
+        reference = launch(*options, JOB, "--folder", tmp_path / "reference")
+        assert reference.code == 0 and len(set(reference.hashes)) == 1, reference.text
+        assert "spmd 1: process 1 of 2 (spmd launch), process 0 at 10.77.0.1:" in reference.text
+        more = ["--max-restarts", 3, "--stall", "step=5"]
+        run = launch(*options, *more, JOB, "--folder", tmp_path / "run", "--fault", "wait", meanwhile=disconnect)
     assert run.code == 0 and set(run.hashes) == set(reference.hashes), run.text
     assert "stalled: no progress" in run.text and "restart 1 of at most 3" in run.text

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import spmd
-from spmd.launch import process_group
-from spmd.launch.restart_policy import ALL, Attempt, exit_code, no_restart_reason, read_records, summarize_attempt
+from spmd.launch import process_group, ssh_launcher
+from spmd.launch.restart_policy import ALL, LOST, Attempt, exit_code, no_restart_reason, read_records, summarize_attempt
 
 BOOM = {1: (26, "ValueError: boom")}
 
@@ -119,3 +119,35 @@ def test_others_are_ended_soon_after_one_was_killed(tmp_path, monkeypatch, ends,
         codes = both.wait(grace=5.0, send=lambda number: (ended.append(clock.now), both.signal(number)))
     assert both.first[1] == code and codes == {0: 0 if heard else -9, 1: code}
     assert lines == (["[0] reported\n"] if heard else []) and ended == ([] if heard else [1.25 * process_group.KILLED])
+
+
+class Agent:
+    """A connection to an agent whose process ends with a code, or, without one, when it is killed."""
+
+    def __init__(self, rank, clock, code=None):
+        self.ranks, self.clock, self.killed_at, self.last_error = [rank], clock, None, ""
+        self.host, self.unhandled = SimpleNamespace(name=f"host {rank}"), None
+        if code is not None:
+            self.unhandled = {"gone": ""} if code == LOST else self.ended(code, {rank: code})
+
+    def ended(self, code, first):
+        return {"ended": {"codes": {self.ranks[0]: code}, "first": first, "records": []}}
+
+    def hear(self, seconds):
+        self.clock.now += seconds
+        return self.unhandled
+
+    def send(self, message):
+        self.killed_at, self.unhandled = self.clock.now, self.unhandled or self.ended(-message["signal"], {})
+
+
+@pytest.mark.parametrize("code", [-9, LOST, 3])
+def test_other_hosts_are_ended_soon_after_one_was_killed_or_lost(monkeypatch, code):
+    """With a fake clock. After an error the others may report what follows from it, and exit."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(ssh_launcher, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
+    agents = [Agent(0, clock), Agent(1, clock, code)]
+    group = ssh_launcher.RemoteProcessGroup(agents, lambda text: None)
+    assert group.wait(grace=5.0) == {0: -9, 1: code} and group.first == {1: code} and 100 < group.failed_at < 100.1
+    seconds = process_group.KILLED if code != 3 else 2 * process_group.SETTLE
+    assert seconds < agents[0].killed_at - group.failed_at < seconds + 0.2
