@@ -230,7 +230,7 @@ def fit(
         start_point = start(store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA)
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
-        outputs, display = _outputs(store, trainer, outputs, display, start_point, room)
+        outputs, display = _outputs(store, trainer, outputs, display, start_point, room, resumes=resumes)
         loop_config = LoopConfig(
             program=program,
             source=reader,
@@ -335,11 +335,19 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
 
 
 def _outputs(
-    store: CheckpointStore | None, trainer: Trainer, loggers: list[Logger], display: Any, start_point: StartPoint, room: str | None
+    store: CheckpointStore | None,
+    trainer: Trainer,
+    loggers: list[Logger],
+    display: Any,
+    start_point: StartPoint,
+    room: str | None,
+    *,
+    resumes: bool,
 ) -> tuple[list[Logger], Any]:
     """Loggers and progress, on process 0 only; writes the layout and reports notes before the first step."""
     if jax.process_index() != 0:
         return [], NoProgress()
+    began_before = resumes and store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
         with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
             (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
@@ -353,6 +361,8 @@ def _outputs(
         display.say(f"{text}{''.join(f'; {change}' for change in changes)}")
         if source and isinstance(display, NoProgress):
             logging.getLogger("spmd").warning(text)
+    elif began_before and store is not None:
+        logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
     for line in [*trainer.notes(), *([room] if room else [])]:
         display.say(line)
         if isinstance(display, NoProgress) and line.startswith("note:"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from typing import Any
 
 from spmd.data.work_assignment import Position
@@ -11,6 +12,7 @@ from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.config import StartPoint
 from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
+from spmd.run.memory_folder import newest_step
 from spmd.run.memory_restore import MemoryState, newest_in_memory
 from spmd.run.time_account import TimeAccount
 from spmd.trainer import Trainer
@@ -51,7 +53,13 @@ def open_checkpoints_in_memory(
     config: Checkpoint | None, store: CheckpointStore | None, trainer: Trainer, opened: contextlib.ExitStack, *, resume: bool
 ) -> MemoryCheckpoints | None:
     """The run's checkpoints in memory, if it makes any. Without `resume`, those of an earlier run in the same folder are forgotten."""
-    if config is None or store is None or config.memory_every is None:
+    if config is None or store is None:
+        return None
+    if config.memory_every is None:
+        latest = store.latest()
+        if resume and (step := newest_step(store.folder)) > (-1 if latest is None else latest):
+            why = "step %d of this run is in the memory of this host, and is not used: Checkpoint has no memory_every."
+            logging.getLogger("spmd").warning(why, step)
         return None
     memory = open_memory(config.memory_folder, store.folder, trainer.abstract_state, resume=resume)
     if memory is not None:

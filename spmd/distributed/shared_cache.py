@@ -51,6 +51,9 @@ def agree_on_folder(folder: Path | None) -> Path | None:
     if token is not None:
         with contextlib.suppress(OSError):
             token.unlink()
+    if verdict == OFF and problem != OFF:
+        text = "process %d keeps and loads no compiled programs: another process has turned that off (compile_cache=False, or JAX's cache)."
+        logging.getLogger("spmd").warning(text, rank)
     if verdict and verdict != OFF and rank == 0:
         logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s. compile_cache= chooses another folder.", verdict)
     if not verdict and backend == "cpu":

@@ -21,6 +21,9 @@ OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {  # by the modes th
         "--ssh": {"metavar": "COMMAND", "help": "the ssh command and its options"},
         "--folder": {"metavar": "PATH", "help": "working folder on the hosts (default: this path)"},
     },
+    (HERE, HOSTS): {
+        "--spares": {"action": "store_true", "help": "keep a spare process beside each, so that a restart need not start Python"},
+    },
     (HOSTS, SLURM, KUBERNETES): {
         "--env": {"action": "append", "metavar": "NAME=VALUE", "help": "an environment variable of all processes; repeatable"},
         "--python": {"metavar": "PATH", "help": "the interpreter (default: this one; with --kubernetes: python)"},
@@ -55,6 +58,9 @@ ALTERNATIVES = {  # the fix for an option that does not apply to a mode
     ("--processes", SLURM): "--nodes; also --processes-per-node, unless it is one for each GPU",
     ("--processes", SRUN): "salloc --ntasks N: the allocation sets the number",
     ("--processes", KUBERNETES): "--nodes: a pod is one process",
+    ("--spares", SLURM): "leave it out: a restart is another step of srun, with new processes",
+    ("--spares", SRUN): "leave it out: a restart is another step of srun, with new processes",
+    ("--spares", KUBERNETES): "leave it out: a restart is another pod",
     ("--processes-per-node", KUBERNETES): "--nodes: a pod is one process, which uses all of its GPUs",
     ("--devices", SLURM): "--gpus-per-node",
     ("--devices", KUBERNETES): "--gpus-per-node",
@@ -85,7 +91,7 @@ def add_to(commands: Any) -> None:
     modes.add_argument("--srun", action="store_true", help="inside a SLURM allocation: run in all of its tasks")
     modes.add_argument("--kubernetes", action="store_true", help="print the manifest of a Kubernetes Job")
     for applies_to, options in OPTIONS.items():
-        group = parser.add_argument_group(_with(" or ".join(applies_to)))
+        group = parser.add_argument_group(" or ".join(map(_with, applies_to)))
         for flag, details in options.items():
             group.add_argument(flag, **details)
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module and its arguments")
@@ -136,7 +142,7 @@ def _launch_here(argv: Sequence[str], options: argparse.Namespace, settings: Set
         devices = None if options.devices is None else tuple(int(word) for word in options.devices.split(","))
     except ValueError:
         raise OptionError(f'--devices "{options.devices}".', fix="GPU numbers, such as 0,1.") from None
-    return launch(argv, LocalConfig(options.processes, devices, settings), _log)
+    return launch(argv, LocalConfig(options.processes, devices, settings, options.spares), _log)
 
 
 def _launch_on_hosts(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int:

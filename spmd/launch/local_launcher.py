@@ -17,6 +17,7 @@ from spmd.errors import OptionError
 from spmd.launch.process_group import ProcessGroup, Stoppable, start_processes
 from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
+from spmd.launch.spares import Spares, check_spares
 from spmd.launch.validation import check_script_is_named
 
 MOST = 256  # processes on one machine
@@ -30,11 +31,13 @@ class LocalConfig:
       processes: how many; None: one for each GPU.
       devices: GPUs to use, by number; None: all.
       settings: how they are started.
+      spares: whether a spare process waits beside each, for a restart (`spmd.launch.spares`).
     """
 
     processes: int | None = None
     devices: tuple[int, ...] | None = None
     settings: Settings = dataclasses.field(default_factory=Settings)
+    spares: bool = False
 
     def __post_init__(self):
         check_integer("processes", self.processes, MOST)
@@ -44,6 +47,7 @@ class LocalConfig:
             self.settings.refuse_with_simulate("devices")
         if self.settings.stall and self.count == 1:
             raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
+        check_spares(self.spares, self.settings)
 
     @property
     def gpus(self) -> list[str]:
@@ -83,17 +87,19 @@ def launch(argv: Sequence[str], config: LocalConfig, log: Callable[[str], None])
     """
     check_script(argv)
     in_memory: set[str] = set()
-    code = run_with_restarts(lambda times: _attempt(argv, config, times, in_memory), config.settings.max_restarts, log)
+    with Spares(config.count if config.spares else 0, log) as spares:
+        code = run_with_restarts(lambda times: _attempt(argv, config, times, in_memory, spares), config.settings.max_restarts, log)
     remove_memory_folders(in_memory)
     return code
 
 
-def _attempt(argv: Sequence[str], config: LocalConfig, times: Sequence[float], in_memory: set[str]) -> Attempt:
+def _attempt(argv: Sequence[str], config: LocalConfig, times: Sequence[float], in_memory: set[str], spares: Spares) -> Attempt:
     """Run all processes once; add their folders of checkpoints in memory."""
     with report_folder() as folder:
         commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, times, folder).items()}
         group = ProcessGroup({})
-        with forward_signals(group, group.signal), start_processes(commands, rank_prefix(config.count), group=group):
+        started = start_processes(commands, rank_prefix(config.count), group=group, take=spares.take)
+        with forward_signals(group, group.signal), started, spares.replace(commands, folder):
             codes = group.wait(config.settings.grace)
         records = read_records(folder)
         in_memory |= memory_folders(records)

@@ -122,6 +122,7 @@ def start_processes(
     write: Callable[[str], None] = to_stdout,
     inherited: Mapping[int, Sequence[int]] | None = None,
     group: ProcessGroup | None = None,
+    take: Callable[[Mapping[str, str]], subprocess.Popen | None] = lambda environment: None,
 ) -> Iterator[ProcessGroup]:
     """Start a command with an environment for each rank; at the end of the block all of them are ended in any case.
 
@@ -131,15 +132,17 @@ def start_processes(
       write: called with their output, line by line, from threads.
       inherited: additional file descriptors that a process inherits, by rank.
       group: an empty group that takes signals already; they are passed on once the processes are started.
+      take: returns a process that has been started before, and continues with an environment; None: start one (`spmd.launch.spares`).
     """
     group, readers, reaper, cookie = group or ProcessGroup({}), [], contextlib.ExitStack(), secrets.token_hex(16)
     try:
         reaper.enter_context(orphan_reaper.reap_orphans(cookie))
         for rank, (command, environment) in commands.items():
             cookies = ",".join(filter(None, (environment.get(orphan_reaper.NAME), cookie)))
-            process = subprocess.Popen(
+            variables = {**environment, orphan_reaper.NAME: cookies}
+            process = take(variables) or subprocess.Popen(
                 command,
-                env={**environment, orphan_reaper.NAME: cookies},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

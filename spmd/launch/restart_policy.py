@@ -53,6 +53,9 @@ class Attempt:
         ended = [(rank, code) for rank, code in (*self.first.items(), *sorted(self.codes.items())) if code]
         primary = [(rank, code) for rank, code in ended if code != PEER] or ended
         unreported = [_ended(rank, code, self.saved) for rank, code in primary[:1] if code < 0 or code == LOST or not reported]
+        asked = sum(code == TERMINATED for code in self.codes.values())
+        if asked > 1 and unreported and primary[0][1] == TERMINATED:  # it reached one of them or all; the exit codes do not say which
+            unreported = [f"{asked} processes ended with code {TERMINATED} after SIGTERM" + _saved(self.saved).replace("has", "have")]
         causes = ([] if self.unreported_cause is None else [self.unreported_cause[1]]) + [*unreported, *reported[:1]]
         return printable("; consequence: ".join(causes[:2]))
 

@@ -13,12 +13,14 @@ from spmd.distributed import watchdog
 from spmd.distributed.exit_codes import PEER, TERMINATED
 from spmd.distributed.initialize import join
 from spmd.distributed.records import report_to_launcher
+from spmd.launch.spares import wait_as_spare
 from spmd.xla import simulate_cpus
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a script, or a module after "-m", as Python would; report its failure to the other processes."""
     threading.Thread(target=_exit_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True).start()
+    wait_as_spare()
     try:
         if simulated := os.environ.get("SPMD_SIMULATE"):
             simulate_cpus(int(simulated))

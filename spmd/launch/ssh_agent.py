@@ -1,8 +1,11 @@
-"""The agent of `spmd launch --hosts` on each host: starts the processes of this host, and ends them when the launcher is gone.
+"""The agent of `spmd launch --hosts` on each host: starts the processes of this host, attempt by attempt, and ends them when the launcher
+is gone.
 
 Exchanges lines of JSON with the launcher, over the standard input and output of ssh: `python -m spmd.launch.ssh_agent ADDRESS`.
 """
 
+import contextlib
+import functools
 import json
 import os
 import queue
@@ -20,6 +23,7 @@ from spmd.errors import ClusterError
 from spmd.launch.local_launcher import remove_memory_folders, report_folder, worker_command
 from spmd.launch.process_group import ProcessGroup, start_processes
 from spmd.launch.restart_policy import read_records
+from spmd.launch.spares import Spares
 
 SILENCE = 12.0  # seconds without a message after which the launcher counts as gone
 CHUNK = 65536  # characters of a line in one message; JSON may take six for each
@@ -27,24 +31,35 @@ _writing = threading.Lock()
 
 
 def main(address: str) -> None:
-    """Send this host's resources, start the requested processes, and send their exit codes."""
+    """Answer the launcher: send this host's resources, start the requested processes and send their exit codes, until it is gone."""
     messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=_read, args=(messages,), daemon=True).start()
-    _say("hello", {"host": socket.gethostname(), **_resources(address)})
-    while (request := _next(messages)) is not None and "start" not in request:
-        remove_memory_folders(request.get("remove", ()))  # none in a keep-alive message
-    if request is None:
-        return
+    spares: Spares | None = None
+    with contextlib.ExitStack() as ending:
+        while (request := _next(messages)) is not None:
+            remove_memory_folders(request.get("remove", ()))
+            if "hello" in request:
+                _say("hello", {"host": socket.gethostname(), **_resources(address)})
+            if "start" in request:
+                log = functools.partial(_log, address)
+                spares = ending.enter_context(Spares(request["start"]["spares"], log)) if spares is None else spares
+                _say("ended", _attempt(request["start"], messages, spares))
+
+
+def _attempt(start: dict[str, Any], messages: queue.Queue, spares: Spares) -> dict[str, Any]:
+    """Run the processes of one attempt; their exit codes and records."""
     with report_folder() as folder:
-        start = request["start"]
         shared = {**os.environ, **start["shared"], "SPMD_REPORT": str(folder), "SPMD_LAUNCHER": str(os.getpid())}
         command = worker_command(start["words"])
         commands = {int(rank): (command, shared | environment) for rank, environment in start["environments"].items()}
         prefixes = {int(rank): text for rank, text in start["prefixes"].items()}
-        with start_processes(commands, prefixes.__getitem__, write=_print) as group:
-            threading.Thread(target=_forward_signals, args=(group, messages, folder), daemon=True).start()
+        with start_processes(commands, prefixes.__getitem__, write=_print, take=spares.take) as group, spares.replace(commands, folder):
+            forwarding = threading.Thread(target=_forward_signals, args=(group, messages, folder), daemon=True)
+            forwarding.start()
             codes = group.wait(start["grace"])
-        _say("ended", {"codes": codes, "first": group.first, "records": read_records(folder)})
+            messages.put({"ended": True})
+            forwarding.join()
+        return {"codes": codes, "first": group.first, "records": read_records(folder)}
 
 
 def _resources(address: str) -> dict[str, Any]:
@@ -73,8 +88,10 @@ def _next(messages: queue.Queue) -> dict[str, Any] | None:
 
 
 def _forward_signals(group: ProcessGroup, messages: queue.Queue, folder: Path) -> None:
-    """Forward signals; when the launcher is gone, end all processes."""
+    """Forward signals until the attempt has ended; when the launcher is gone, end all processes."""
     while (message := _next(messages)) is not None:
+        if "ended" in message:
+            return
         if "signal" in message:
             group.stop_signal = group.stop_signal or message["signal"]  # first: an exit by this signal was requested
             group.signal(message["signal"])
@@ -91,6 +108,10 @@ def _print(line: str) -> None:
     """Send an output line of a process, in chunks that the launcher accepts."""
     for start in range(0, len(line), CHUNK):
         _say("line", line[start : start + CHUNK])
+
+
+def _log(address: str, text: str) -> None:
+    _say("line", f"spmd launch: {address}: {text}\n")
 
 
 def _say(kind: str, content: Any) -> None:

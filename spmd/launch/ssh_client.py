@@ -22,17 +22,27 @@ MAX_LINE = 1 << 20  # characters of a line from a host
 
 
 class AgentConnection:
-    """The connection to the agent on one host."""
+    """The connection to the agent on one host, which is kept over attempts.
+
+    Attributes:
+      host: the host.
+      hello: its resources, when it last said so.
+      ranks: of its processes in the current attempt.
+      unhandled: a message that was received, but not handled yet.
+      last_error: the last line that ssh itself printed.
+      is_idle: whether it has answered, and runs no process: the next attempt can use it.
+    """
 
     def __init__(self, host: Host, ssh: Sequence[str], python: str, folder: str):
         path = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if "PYTHONPATH" in os.environ else ""
         command = f"cd {shlex.quote(folder)} && exec {path}{shlex.quote(python)} -m spmd.launch.ssh_agent {shlex.quote(host.reached)}"
         self.host = host
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.last_error = ""  # the last line that ssh itself printed
+        self.last_error = ""
         self.ranks: list[int] = []
-        self.unhandled: dict[str, Any] | None = None  # a message that was received, but not handled yet
+        self.unhandled: dict[str, Any] | None = None
         self.hello: dict[str, Any] = {}
+        self.is_idle = False
         self.writing = threading.Lock()
         self.process = subprocess.Popen(
             [*ssh, host.name, command],

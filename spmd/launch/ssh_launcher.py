@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import os
 import shlex
@@ -10,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from spmd.launch.local_launcher import attempt_environment, check_script, forwar
 from spmd.launch.process_group import KILLED, SETTLE, Stoppable
 from spmd.launch.restart_policy import ALL, LOST, Attempt, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
+from spmd.launch.spares import check_spares
 from spmd.launch.ssh_client import AgentConnection
 from spmd.launch.validation import check_environment_variables
 
@@ -44,6 +46,7 @@ class SshConfig:
       folder: the working folder on every host.
       variables: environment variables to pass to all hosts, beside those of JAX, XLA and NCCL; "NAME=VALUE" sets one.
       settings: how processes are started.
+      spares: whether a spare process waits beside each, for a restart (`spmd.launch.spares`).
     """
 
     hosts: tuple[Host, ...]
@@ -53,9 +56,11 @@ class SshConfig:
     folder: str = dataclasses.field(default_factory=os.getcwd)
     variables: tuple[str, ...] = ()
     settings: Settings = dataclasses.field(default_factory=Settings)
+    spares: bool = False
 
     def __post_init__(self):
         check_integer("min_hosts", self.least, len(self.hosts))
+        check_spares(self.spares, self.settings)
         if self.least is not None and not self.settings.max_restarts:
             raise OptionError("min_hosts applies to restarts, and there are none.", fix="--max-restarts 10.")
         if self.settings.simulate and any(host.processes is None for host in self.hosts):
@@ -105,31 +110,37 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
         check_script(argv)
     full_size: list[int] = []  # the number of processes of the first attempt, once known
     in_memory: dict[Host, set[str]] = {}
-    code = run_with_restarts(lambda times: _attempt(argv, config, times, full_size, in_memory, log), config.settings.max_restarts, log)
-    if code and in_memory:
-        _remove_memory(config, in_memory)
+    agents: dict[Host, AgentConnection] = {}  # connections that attempts have left to the next
+    try:
+        run = functools.partial(_attempt, argv, config, full_size, in_memory, agents, log)
+        code = run_with_restarts(run, config.settings.max_restarts, log)
+        if code and in_memory:
+            _remove_memory(config, in_memory, agents)
+    finally:
+        _close(agents, lambda agent: True)
     return code
 
 
-def _remove_memory(config: SshConfig, in_memory: Mapping[Host, set[str]]) -> None:
+def _remove_memory(config: SshConfig, in_memory: Mapping[Host, set[str]], agents: dict[Host, AgentConnection]) -> None:
     """Let the agents remove checkpoints in memory, on the hosts that answer soon; elsewhere they stay until another run finds them."""
     deadline = time.monotonic() + REMOVE
-    with _connect(dataclasses.replace(config, hosts=tuple(in_memory))) as agents:
-        for agent in agents:
-            if "hello" in (agent.hear(max(0.0, deadline - time.monotonic())) or {}):
-                agent.send({"remove": sorted(in_memory[agent.host])})
+    _connect(config, in_memory, agents)
+    for host, folders in in_memory.items():
+        if "hello" in (agents[host].hear(max(0.0, deadline - time.monotonic())) or {}):
+            agents[host].send({"remove": sorted(folders)})
 
 
 def _attempt(
     argv: Sequence[str],
     config: SshConfig,
-    times: Sequence[float],
     full_size: list[int],
     in_memory: dict[Host, set[str]],
+    agents: dict[Host, AgentConnection],
     log: Callable[[str], None],
+    times: Sequence[float],
 ) -> Attempt:
     """Run all processes once, on the hosts that answer; add the folders of checkpoints in memory on each host."""
-    with _connect(config) as agents, forward_signals(group := RemoteProcessGroup(agents, log), group.wish):
+    with _connected(config, agents), forward_signals(group := RemoteProcessGroup(log), group.wish):
         ready = _ready_connections(agents, group, config, log, first=not full_size)
         required = len(config.hosts) if config.least is None or not full_size else config.least  # at first all, since a name may be wrong
         if group.stop_signal is not None or len(ready) < required:
@@ -146,7 +157,8 @@ def _attempt(
             names = {rank: (each.get("SPMD_JOB", agent.host.name), each.get("SPMD_TASK", rank)) for rank, each in environments.items()}
             prefixes = {rank: f"[{job}:{task}] " for rank, (job, task) in names.items()}
             start = {"words": argv, "shared": shared, "environments": environments, "prefixes": prefixes, "grace": config.settings.grace}
-            agent.send({"start": start})
+            agent.send({"start": {**start, "spares": len(agent.ranks) if config.spares else 0}})
+            agent.is_idle = False
         group.agents = ready
         codes = group.wait(config.settings.grace)
         for host, folders in group.in_memory.items():
@@ -155,40 +167,58 @@ def _attempt(
         return dataclasses.replace(attempt, fewer=len(ready) < len(agents))
 
 
+def _connect(config: SshConfig, hosts: Iterable[Host], agents: dict[Host, AgentConnection]) -> None:
+    """Connect to each host to which there is no connection, and ask all for their resources: an attempt needs a port that is free now."""
+    for host in hosts:
+        if host not in agents:
+            agents[host] = AgentConnection(host, config.command, config.python, config.folder)
+        agents[host].send({"hello": True})
+
+
 @contextlib.contextmanager
-def _connect(config: SshConfig) -> Iterator[list[AgentConnection]]:
-    """Connect to each host; at the end of the block all connections are closed, upon which the agents end their processes."""
-    agents: list[AgentConnection] = []
+def _connected(config: SshConfig, agents: dict[Host, AgentConnection]) -> Iterator[None]:
+    """Connect to all hosts; at the end of the block, connections are closed that the next attempt cannot use."""
     try:
-        for host in config.hosts:
-            agents.append(AgentConnection(host, config.command, config.python, config.folder))
-        yield agents
+        _connect(config, config.hosts, agents)
+        yield
     finally:
-        for agent in agents:
-            agent.leave()
-        deadline = time.monotonic() + 5.0
-        for agent in agents:
-            agent.close(deadline)
+        _close(agents, lambda agent: not agent.is_idle)
+
+
+def _close(agents: dict[Host, AgentConnection], is_chosen: Callable[[AgentConnection], bool]) -> None:
+    """Close some connections, and remove them: the agents then end their processes."""
+    chosen = [agents.pop(agent.host) for agent in list(agents.values()) if is_chosen(agent)]
+    for agent in chosen:
+        agent.leave()
+    deadline = time.monotonic() + 5.0
+    for agent in chosen:
+        agent.close(deadline)
 
 
 def _ready_connections(
-    agents: Sequence[AgentConnection], group: Stoppable, config: SshConfig, log: Callable[[str], None], *, first: bool
+    agents: dict[Host, AgentConnection], group: Stoppable, config: SshConfig, log: Callable[[str], None], *, first: bool
 ) -> list[AgentConnection]:
-    """The hosts that answer in time and can run their processes; for the others, log why not.
+    """The hosts that answer in time and can run their processes; for the others, log why not. Connections that were kept and are lost are
+    made again.
 
     Raises:
       OptionError: at the first attempt, a host cannot run its processes; later attempts leave it out.
     """
-    deadline, pending, logged_at = time.monotonic() + HELLO, list(agents), time.monotonic()
+    deadline, pending, logged_at = time.monotonic() + HELLO, list(config.hosts), time.monotonic()
     while pending and group.stop_signal is None and time.monotonic() < deadline:
-        pending = [agent for agent in pending if agent.hear(0.1 / len(pending)) is None]
+        pending = [host for host in pending if agents[host].hear(0.1 / len(pending)) is None]
+        lost = [host for host in config.hosts if agents[host].is_idle and "gone" in (agents[host].unhandled or {})]
+        _close(agents, lambda agent: agent.host in lost)
+        _connect(config, lost, agents)
+        pending += lost
         if pending and time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()
-            log(f"waiting for {', '.join(agent.host.name for agent in pending[:8])} ({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})")
+            log(f"waiting for {', '.join(host.name for host in pending[:8])} ({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})")
     ready = []
-    for agent in agents if group.stop_signal is None else ():
+    for agent in [agents[host] for host in config.hosts] if group.stop_signal is None else ():
         answer = agent.unhandled or {}
-        why = "" if "hello" in answer else str(answer.get("gone") or agent.last_error or f"no answer in {HELLO:g} s")
+        agent.is_idle = "hello" in answer  # another answer, or a late one, is of no use
+        why = "" if agent.is_idle else str(answer.get("gone") or agent.last_error or f"no answer in {HELLO:g} s")
         if not why:
             agent.hello, agent.unhandled = answer["hello"], None
             try:
@@ -259,8 +289,8 @@ class RemoteProcessGroup:
       in_memory: folders of checkpoints in memory, by host.
     """
 
-    def __init__(self, agents: Sequence[AgentConnection], log: Callable[[str], None]):
-        self.agents, self._log = list(agents), log
+    def __init__(self, log: Callable[[str], None]):
+        self.agents, self._log = list[AgentConnection](), log
         self.stop_signal: int | None = None
         self.first: dict[int, int] = {}
         self.failed_at: float | None = None
@@ -318,6 +348,7 @@ class RemoteProcessGroup:
             lost = dict.fromkeys(agent.ranks, LOST)
             self.first |= {} if by_us else lost
             return lost
+        agent.unhandled, agent.is_idle = None, True
         self.records += message["ended"]["records"]
         if folders := memory_folders(message["ended"]["records"]):
             self.in_memory[agent.host] = folders

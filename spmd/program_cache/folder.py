@@ -13,6 +13,7 @@ import jax
 from spmd.errors import OptionError, short_repr
 from spmd.user_paths import as_path
 
+OFF = ("off", "false", "no", "none", "0")  # what people write to turn something off
 PROGRAMS = "programs"  # the folder, in a run's folder or in the user's cache folder
 
 
@@ -20,10 +21,13 @@ def cache_folder(kind: str) -> Path:
     """The folder of a kind of cache: in `$SPMD_CACHE`, or in `spmd` in the user's cache folder.
 
     Raises:
-      OptionError: the user has no home folder, as in some containers.
+      OptionError: the user has no home folder, as in some containers; or `$SPMD_CACHE` is "off".
     """
     if chosen := os.environ.get("SPMD_CACHE"):
-        return Path(chosen) / kind
+        if chosen.lower() in OFF:
+            fix = "a folder; compile_cache=False, or JAX_ENABLE_COMPILATION_CACHE=false in the environment, keeps no compiled programs."
+            raise OptionError(f'$SPMD_CACHE is "{chosen}", which is not a folder.', fix=fix)
+        return Path(chosen).expanduser() / kind
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / kind
     except RuntimeError as error:

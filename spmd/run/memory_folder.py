@@ -62,6 +62,20 @@ def _read_id(path: Path) -> str:
     return ""
 
 
+def newest_step(run_folder: Path) -> int:
+    """The newest step of a run, not necessarily complete, of which this host's memory has a piece; -1 if there is none."""
+    with contextlib.suppress(OptionError, OSError):
+        path = memory_base(None) / f"spmd-{os.geteuid()}" / _name(run_folder, _read_id(run_folder / "checkpoints" / ID_FILE))
+        if _is_private(path.parent) and _is_private(path):
+            return max((int(match[1]) for name in os.listdir(path) if (match := _PIECE.fullmatch(name))), default=-1)
+    return -1
+
+
+def _name(run_folder: Path, identity: str) -> str:
+    """The name of a run's folder of pieces."""
+    return f"{hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()[:16]}-{identity}"
+
+
 class MemoryFolder:
     """This host's folder of one run; it is created, with permissions for this user only.
 
@@ -71,8 +85,7 @@ class MemoryFolder:
 
     def __init__(self, base: Path, run_folder: Path, identity: str):
         user = base / f"spmd-{os.geteuid()}"
-        digest = hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()[:16]
-        self.path, self._record, self._lock = user / f"{digest}-{identity}", {"folder": str(run_folder.absolute()), "id": identity}, -1
+        self.path, self._record, self._lock = user / _name(run_folder, identity), {"folder": str(run_folder.absolute()), "id": identity}, -1
         self.create()
         remove_stale(user)
 

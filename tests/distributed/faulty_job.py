@@ -39,6 +39,7 @@ def parse_options():
     parser.add_argument("--fault", default="")
     parser.add_argument("--rank", type=int, default=1, help="who has it")
     parser.add_argument("--at", type=int, default=25, help="after how many steps")
+    parser.add_argument("--after", help="and once this file exists")
     parser.add_argument("--always", action="store_true", help="in every attempt, not only the first")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
@@ -115,6 +116,8 @@ def main():
             print(f"STEP {info.step} at {time.time()}", flush=True)
         if not is_faulty or info.step != options.at:
             return
+        while options.after and not os.path.exists(options.after):
+            time.sleep(0.02)
         print(f"FAULT at {time.time()}", flush=True)
         if options.fault == "raise":
             raise ValueError(f"boom on process {rank}")

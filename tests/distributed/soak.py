@@ -47,23 +47,30 @@ class Harm:
     """Does harm to a run, again and again, until its time is over."""
 
     def __init__(self, folder, seed, minutes, hosts, memory):
-        self.random, self.folder, self.hosts, self.memory = random.Random(seed), folder, hosts, memory
+        self.seed, self.folder, self.hosts, self.memory = seed, folder, hosts, memory
         self.began, self.seconds = time.monotonic(), minutes * 60
-        self.memory_random = random.Random(seed)  # another one, so that the other faults are the same with and without
+        self.number, self.random, self.memory_random = 0, random.Random(), random.Random()
         self.done, self.reached = collections.Counter(), (0, 0.0)  # the newest step, and after how many seconds, while there is harm
+
+    def next(self):
+        """Draw the next fault from its number, so that runs have the same ones whatever the files were that earlier ones have damaged."""
+        self.random, self.memory_random = (random.Random(f"{self.seed} {self.number} {what}") for what in ("fault", "memory"))
+        self.number += 1
+        return self.random.uniform(2.0, 15.0), self.random.choice(FAULTS)
 
     def __call__(self, launcher, run):
         """From the launcher's start to its end: a fault some seconds after training has made progress."""
-        seen, due = 0, None
+        seen, due, fault = 0, None, ""
         while launcher.poll() is None and (elapsed := time.monotonic() - self.began) < self.seconds:
             time.sleep(0.05)
             steps = steps_of(run)
             if len(steps) > seen and due is None:
-                due = time.monotonic() + self.random.uniform(2.0, 15.0)
+                wait, fault = self.next()
+                due = time.monotonic() + wait
             if steps:
                 self.reached = (steps[-1][1], elapsed)
             if due is not None and time.monotonic() > due:
-                self.harm(launcher, self.random.choice(FAULTS))
+                self.harm(launcher, fault)
                 seen, due = len(steps), None
 
     def harm(self, launcher, fault):
@@ -247,7 +254,7 @@ def main():
     parser.add_argument("--memory-every", type=int, help="steps between two checkpoints in memory")
     parser.add_argument("--compare", action="store_true", help="without and with checkpoints in memory and kept programs, side by side")
     options = parser.parse_args()
-    began, steps = time.monotonic(), max(200, round(0.25 * options.minutes * 60 / PAUSE))  # the rest are restarts, and steps made again
+    began, steps = time.monotonic(), max(200, round(0.4 * options.minutes * 60 / PAUSE))  # the rest are restarts, and steps made again
     arms = {"": Arm(options.memory_every, cache=True)}
     if options.compare:
         arms = {"disk only": Arm(None, cache=False), "memory and kept programs": Arm(options.memory_every or MEMORY_EVERY, cache=True)}

@@ -171,6 +171,29 @@ def test_unexpected_answer_of_one_host_is_reported(tmp_path, monkeypatch, does, 
     assert logged[0].startswith(message) and logged[1] == "2 of 3 hosts are ready", logged
 
 
+@pytest.mark.system
+def test_agents_are_kept_over_restarts_and_replaced_when_they_are_gone(tmp_path):
+    """The agent of the second host is killed between two attempts."""
+    ssh = tmp_path / "stand_in"
+    ssh.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*"\n')
+    ssh.chmod(0o755)
+    script = "import os, sys; print(os.getppid(), file=open(sys.argv[1] + os.environ['SPMD_PROCESS'], 'a')); sys.exit(%s)"
+    (tmp_path / "job.py").write_text(script % "3 if os.environ['SPMD_ATTEMPT'] == '0' else 0")
+    logged = []
+
+    def log(text):
+        logged.append(text)
+        if text.startswith("restart 1"):
+            os.kill(int((tmp_path / "agents1").read_text()), signal.SIGKILL)
+
+    hosts = (Host("127.0.0.1", 1), Host("127.0.0.2", 1))
+    config = ssh_launcher.SshConfig(hosts, ssh=str(ssh), settings=Settings(simulate=1, max_restarts=1))
+    assert ssh_launcher.launch_on_hosts([str(tmp_path / "job.py"), str(tmp_path / "agents")], config, log) == 0, logged
+    kept, replaced = ((tmp_path / f"agents{rank}").read_text().split() for rank in (0, 1))
+    assert len(kept) == len(replaced) == 2 and kept[0] == kept[1] and replaced[0] != replaced[1], logged
+    assert logged[1:] == ["restart 1 of at most 1"], "the lost connection is made again in the same attempt"
+
+
 PRINTS = """
 import sys
 print("x" * 300_000 + chr(0x1e) * 100_000 + "\u2588" * 1000)

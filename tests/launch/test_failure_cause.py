@@ -134,7 +134,7 @@ LOST_IT = f"was killed, stopped, or blocked by code that holds the GIL, {HEARD}"
             [life(0, 100.0, end="done"), life(1, 100.0, end="done")],
             {0: 143, 1: 143},
             {0: 143},
-            "process 0 ended with code 143: it received SIGTERM",
+            "2 processes ended with code 143 after SIGTERM",
             id="all were asked to end",
         ),
     ],

@@ -60,7 +60,7 @@ def test_no_restart_by_default():
         (Attempt({0: -9, 1: 5}, first={1: 5}), 5, "process 1 ended with code 5"),
         (Attempt({0: -9, 1: 255}, first={1: 255}), 255, "the host of process 1 is gone"),
         (Attempt({ALL: 255}), 255, "hosts are missing"),
-        (Attempt({0: 143, 1: 143}), 143, "process 0 ended with code 143: it received SIGTERM"),
+        (Attempt({0: 143, 1: 143}, saved=7), 143, "2 processes ended with code 143 after SIGTERM, and have saved step 7"),
         (Attempt({0: 143}, saved=7), 143, "process 0 ended with code 143: it received SIGTERM, and has saved step 7"),
     ],
 )

@@ -50,7 +50,7 @@ def add(number):
     return compilations() - before
 
 
-def test_folder_is_the_users_the_runs_or_the_one_that_is_named(tmp_path, monkeypatch):
+def test_folder_is_the_users_the_runs_or_the_one_that_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SPMD_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert choose_folder(None, None) == choose_folder(True, None) == tmp_path / "spmd" / "programs" == cache_folder("programs")
@@ -59,6 +59,12 @@ def test_folder_is_the_users_the_runs_or_the_one_that_is_named(tmp_path, monkeyp
     assert choose_folder(False, tmp_path / "run") is choose_folder("off", None) is None
     monkeypatch.setenv("SPMD_CACHE", str(tmp_path / "all"))
     assert choose_folder(None, tmp_path / "run") == tmp_path / "all" / "programs"
+    monkeypatch.setenv("SPMD_CACHE", "~/all")
+    assert cache_folder("plans") == Path.home() / "all" / "plans"
+    monkeypatch.setenv("SPMD_CACHE", "off")
+    with pytest.raises(OptionError, match=r'\$SPMD_CACHE is "off", which is not a folder'):
+        cache_folder("plans")
+    assert choose_folder(None, tmp_path / "run") is None and "which is not a folder" in caplog.text
     with pytest.raises(OptionError, match=r"compile_cache=3\.\n    fix: a folder; None for the usual one"):
         choose_folder(3, None)
 
@@ -214,6 +220,20 @@ def test_process_that_cannot_share_the_folder_says_why(tmp_path, monkeypatch, th
     monkeypatch.setattr(shared_cache, "first_nonempty", first_nonempty)
     assert shared_cache.agree_on_folder(tmp_path / "programs") is None
     assert said_here[0] == "" and said in said_here[1]
+
+
+def test_process_whose_cache_another_turns_off_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shared_cache.coordination, "is_initialized", lambda: True)
+    monkeypatch.setattr(shared_cache.coordination, "process_info", lambda: (1, 2, ""))
+    monkeypatch.setattr(shared_cache, "user_chose", lambda: False)
+    token = machine_folder(tmp_path / "programs") / ".process-0"
+    token.parent.mkdir(parents=True)
+    token.touch()
+    answers = iter([str(token), str(token), shared_cache.OFF])  # of process 0: the folder that it sees, and that it keeps nothing
+    monkeypatch.setattr(shared_cache, "first_nonempty", lambda text: text or next(answers))
+    assert shared_cache.agree_on_folder(None) is None and not caplog.text
+    assert shared_cache.agree_on_folder(tmp_path / "programs") is None
+    assert "process 1 keeps and loads no compiled programs: another process has turned that off" in caplog.text
 
 
 def observe(facts, code, number, what="the step"):

@@ -165,6 +165,20 @@ def test_state_of_another_mesh_or_layout_is_not_used(tmp_path, killed, options, 
     assert f"checkpoints in memory are not used: {why}." in caplog.text
 
 
+def test_state_that_is_not_read_and_a_start_at_step_0_are_said(tmp_path, killed, caplog, monkeypatch):
+    start_and_kill(tmp_path, killed)
+    monkeypatch.setenv("SPMD_MEMORY_FOLDER", str(tmp_path / "memory"))
+    fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path / "run", every=5), resume=True)
+    assert "step 8 of this run is in the memory of this host, and is not used: Checkpoint has no memory_every." in caplog.text
+    assert "starts again" not in caplog.text
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    caplog.clear()
+    result = fit(steps=1, checkpoint=checkpoint(tmp_path), resume=True)
+    assert (
+        f"the run in {tmp_path / 'run'} has no checkpoint: training starts again at step 0" in caplog.text and int(result.state.step) == 1
+    )
+
+
 def test_new_run_in_the_folder_does_not_find_an_earlier_ones_memory(tmp_path, killed):
     """The checkpoints were removed to start again, or there were none yet."""
     start_and_kill(tmp_path, killed, step=4)

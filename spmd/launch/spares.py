@@ -1,0 +1,214 @@
+"""Spare processes: beside every process of an attempt one that has imported what a run needs, and waits for the next attempt.
+
+A spare process is started with the command of a worker, and $SPMD_SPARE, the number of a socket to its launcher. It says there that it is
+ready, waits for the environment of an attempt, one line of JSON, and continues as any worker does. It ends when the launcher closes the
+socket, or is gone.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from spmd.errors import OptionError, printable
+from spmd.launch import orphan_reaper
+from spmd.launch.failure_cause import heartbeats
+from spmd.launch.restart_policy import read_records
+from spmd.launch.settings import Settings
+from spmd.launch.validation import RESERVED
+
+NAME = "SPMD_SPARE"  # the variable
+IMPORTS = ("flax.nnx", "optax", "orbax.checkpoint", "spmd.api", "spmd.losses")  # beside jax: what a run imports
+BEGIN = 60.0  # seconds after which an attempt counts as begun that does not say so, such as one without `fit`
+LOOK = 0.25  # seconds between two looks at what an attempt, or a spare process, does
+PATIENCE = 300.0  # seconds until a spare process counts as stuck, for example in a file system
+READY = b"\n"
+
+
+@dataclasses.dataclass
+class Spare:
+    """A spare process, the launcher's end of its socket, and whether it has imported everything."""
+
+    process: subprocess.Popen
+    connection: socket.socket
+    is_ready: bool = False
+
+    def check(self) -> bool:
+        """Whether it still runs; updates `is_ready`."""
+        with contextlib.suppress(OSError):  # nothing to read, or it has ended
+            self.is_ready = self.connection.recv(1) == READY or self.is_ready
+        return self.process.poll() is None
+
+    def describe_end(self) -> str:
+        """How it ended, with the last line that it printed."""
+        printed, code = b"", self.process.returncode
+        with contextlib.suppress(OSError):  # a descendant has its output open, and nothing is there
+            os.set_blocking(number := self.process.stdout.fileno(), False)  # type: ignore[union-attr]
+            printed = os.read(number, 1 << 20)
+        last = printable(printed.decode(errors="replace").strip().rpartition("\n")[2].strip(), 300)
+        how = f"signal {-code}" if code < 0 else f"code {code}"
+        return f"spare process {self.process.pid} ended with {how}" + (f": {last}" if last else "")
+
+    def end(self) -> None:
+        """End it, with its descendants."""
+        self.connection.close()
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.process.stdout.close()  # type: ignore[union-attr]
+
+
+class Spares:
+    """The spare processes of a launcher on this machine. A context manager: they end with its block.
+
+    Args:
+      count: how many to keep; 0: none, and nothing below does anything.
+      log: called with lines about them.
+    """
+
+    def __init__(self, count: int, log: Callable[[str], None]):
+        self.count, self._log, self._spares, self._used, self._attempts = count, log, list[Spare](), 0, 0
+        self._open, self._cookie = contextlib.ExitStack(), secrets.token_hex(16)
+
+    def __enter__(self) -> "Spares":
+        if self.count:  # not those of an attempt: the environment of a process, as the system shows it, stays what it was at its start
+            self._open.enter_context(orphan_reaper.reap_orphans(self._cookie))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._open:
+            for spare in self._spares:
+                spare.end()
+
+    def take(self, environment: Mapping[str, str]) -> subprocess.Popen | None:
+        """A spare process that continues as a worker with this environment; None if none is ready."""
+        self._remove_ended()
+        for spare in [spare for spare in self._spares if spare.is_ready]:
+            self._spares.remove(spare)
+            try:
+                spare.connection.settimeout(5.0)
+                spare.connection.sendall(json.dumps(dict(environment)).encode() + b"\n")
+            except OSError:  # it has just ended
+                spare.end()
+                continue
+            spare.connection.close()
+            self._used += 1
+            return spare.process
+        return None
+
+    @contextlib.contextmanager
+    def replace(self, commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], folder: Path) -> Iterator[None]:
+        """In the block, in which an attempt runs: once it trains, start the missing ones.
+
+        Args:
+          commands: command and environment of each process of the attempt.
+          folder: of its records.
+        """
+        if self._attempts and self.count:
+            others = "" if self._used == len(commands) else "; no other was ready, so Python starts again"
+            self._log(f"restarted in {self._used} of {len(commands)} spare processes{others}")
+        self._attempts, self._used = self._attempts + 1, 0
+        ended = threading.Event()
+        thread = threading.Thread(target=self._start_missing, args=(*next(iter(commands.values())), folder, ended), daemon=True)
+        if self.count:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if self.count:
+                thread.join()
+
+    def _start_missing(self, command: Sequence[str], environment: Mapping[str, str], folder: Path, ended: threading.Event) -> None:
+        """Once the attempt trains, start the missing ones, one after another: training shares the machine with no more than one."""
+        until = time.monotonic() + BEGIN
+        while not any(beat.phase == "step" for beat in heartbeats(read_records(folder)).values()) and time.monotonic() < until:
+            if ended.wait(LOOK):
+                return
+        self._remove_ended()
+        for number in range(self.count):
+            try:
+                self._spares += [] if number < len(self._spares) else [self._start(command, environment)]
+            except OSError as error:  # no more processes are allowed, for example
+                self._log(f"a spare process cannot be started: {error}")
+                break
+            spare, until = self._spares[number], time.monotonic() + PATIENCE
+            while spare.check() and not spare.is_ready and time.monotonic() < until:
+                if ended.wait(LOOK):
+                    return
+            if not spare.is_ready:
+                break  # the next would not get further
+        self._remove_ended()
+        self._log(f"{sum(spare.is_ready for spare in self._spares)} of {self.count} spare processes are ready")
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Spare:
+        ours, theirs = socket.socketpair()
+        variables = {name: value for name, value in environment.items() if name not in {f"SPMD_{name}" for name in RESERVED}}
+        variables |= {NAME: str(theirs.fileno()), "SPMD_LAUNCHER": str(os.getpid())}
+        cookies = ",".join(filter(None, (variables.get(orphan_reaper.NAME), self._cookie)))
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                env={**variables, orphan_reaper.NAME: cookies},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+                errors="replace",
+                text=True,
+            )
+        ours.setblocking(False)
+        return Spare(process, ours)
+
+    def _remove_ended(self) -> None:
+        """Remove those that have ended."""
+        for spare in list(self._spares):
+            if not spare.check():
+                self._log(spare.describe_end())
+                self._spares.remove(spare)
+                spare.end()
+
+
+def check_spares(spares: bool, settings: Settings) -> None:
+    """Raise OptionError for spare processes that no restart would use."""
+    if spares and not settings.max_restarts:
+        raise OptionError("spares apply to restarts, and there are none.", fix="--max-restarts 10.")
+
+
+def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
+    """In a process that was started as a spare one: import, wait, and take the environment of an attempt. In another, do nothing.
+
+    Args:
+      imports: modules.
+
+    Raises:
+      RuntimeError: JAX has looked for devices, of which a spare process must not hold memory.
+    """
+    number = os.environ.get(NAME)
+    if number is None:
+        return
+    from spmd.distributed import coordination  # imports JAX, which launchers and agents do not need
+
+    with socket.socket(fileno=int(number)) as launcher:
+        launcher.set_inheritable(False)
+        for name in imports:
+            importlib.import_module(name)
+        if coordination.backends_initialized():
+            raise RuntimeError(f"importing {', '.join(imports)} made JAX look for devices")
+        launcher.sendall(READY)
+        line = launcher.makefile("rb").readline()
+    if not line.endswith(b"\n"):  # the launcher needs it no more
+        os._exit(0)
+    os.environ.clear()
+    os.environ.update(json.loads(line))
