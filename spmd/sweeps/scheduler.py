@@ -17,6 +17,7 @@ from spmd.api import Result, about_run
 from spmd.data.work_assignment import Position
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
+from spmd.distributed.exit_codes import TERMINATED
 from spmd.mesh import make_mesh
 from spmd.run.history import History
 from spmd.run.signals import SIGINT_REASON, stop_by
@@ -245,4 +246,4 @@ class SweepRunner:
 
 def _end(reason: str) -> NoReturn:
     """End the sweep as a signal does that arrives outside it."""
-    raise KeyboardInterrupt if reason == SIGINT_REASON else SystemExit(watchdog.TERMINATED)
+    raise KeyboardInterrupt if reason == SIGINT_REASON else SystemExit(TERMINATED)
