@@ -147,7 +147,8 @@ def test_other_hosts_are_ended_soon_after_one_was_killed_or_lost(monkeypatch, co
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(ssh_launcher, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
     agents = [Agent(0, clock), Agent(1, clock, code)]
-    group = ssh_launcher.RemoteProcessGroup(agents, lambda text: None)
+    group = ssh_launcher.RemoteProcessGroup(lambda text: None)
+    group.agents = agents
     assert group.wait(grace=5.0) == {0: -9, 1: code} and group.first == {1: code} and 100 < group.failed_at < 100.1
     seconds = process_group.KILLED if code != 3 else 2 * process_group.SETTLE
     assert seconds < agents[0].killed_at - group.failed_at < seconds + 0.2
