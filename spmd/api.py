@@ -170,7 +170,7 @@ def fit(
       shuffle: whether to reshuffle arrays in each epoch (True for arrays); the order depends on `seed`.
       prefetch: batches of an iterable to read ahead.
       data_retries: how often in a row a batch that could not be read, in training or evaluation, is read again: after 1, 2, 4, 8, 8, ...
-        seconds, each with a warning. Other processes wait meanwhile, as for any batch.
+        seconds, each with a warning. Other processes wait meanwhile, as for any batch. The first batch of an iterable is not.
       seed: sets the order of the data, the dropout masks and, for linen and functional models, the initial values.
       check_memory: ask the compiler, before anything is allocated, whether a step fits the devices; raise if not. CPUs do not report
         their memory; with resident data the check is skipped.

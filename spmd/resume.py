@@ -5,6 +5,8 @@ import dataclasses
 import logging
 from typing import Any
 
+import jax
+
 from spmd.data.work_assignment import Position
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
@@ -57,8 +59,8 @@ def open_checkpoints_in_memory(
         return None
     if config.memory_every is None:
         latest = store.latest()
-        if resume and (step := newest_step(store.folder)) > (-1 if latest is None else latest):
-            why = "step %d of this run is in the memory of this host, and is not used: Checkpoint has no memory_every."
+        if resume and jax.process_index() == 0 and (step := newest_step(store.folder)) > (-1 if latest is None else latest):
+            why = "step %d of this run is in memory, and is not used: Checkpoint has no memory_every. The next save forgets it."
             logging.getLogger("spmd").warning(why, step)
         return None
     memory = open_memory(config.memory_folder, store.folder, trainer.abstract_state, resume=resume)

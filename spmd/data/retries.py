@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd.data.batches import HostBatch
-from spmd.data.sources import Source
-from spmd.errors import first_line
+from spmd.data.sources import IterableSource, Source
+from spmd.distributed import watchdog
+from spmd.errors import SpmdError, first_line
 
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the first attempts; then always the last
 
@@ -18,7 +19,8 @@ def read_epoch(source: Source, number: int, start: int = 0, position: Any = None
     Args:
       source: of batches on the host.
       position: the source's state before batch `start`, if it has one.
-      retries: how often in a row; 0: never.
+      retries: how often in a row; 0: never. An iterable whose error says that its batches are wrong, and an iterator that cannot be
+        opened again, are not read again.
 
     Raises:
       Exception: the first error at a batch that could not be read `retries` more times.
@@ -40,6 +42,8 @@ def read_epoch(source: Source, number: int, start: int = 0, position: Any = None
             return
         except Exception as error:
             errors.append(error)
+            if isinstance(source, IterableSource) and (isinstance(error, SpmdError) or not source.can_read_again(position)):
+                retries = 0  # data of a wrong shape stays so, and an iterator may have moved on
         finally:
             batches.close()  # type: ignore[attr-defined]
         first, last = errors[0], errors[-1]
@@ -48,6 +52,8 @@ def read_epoch(source: Source, number: int, start: int = 0, position: Any = None
                 first.add_note(f"spmd: and when it was read again: {first_line(last)}")
             raise first
         seconds = PAUSES[min(len(errors), len(PAUSES)) - 1]
-        where = f"batch {start + 1} of epoch {number + 1} could not be read ({first_line(last)})"
+        where = f"batch {start + 1} of epoch {number + 1}, or one before it, could not be read ({first_line(last)})"
         logging.getLogger("spmd").warning("%s; it is read again in %g s, attempt %d of %d.", where, seconds, len(errors), retries)
-        time.sleep(seconds)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not watchdog.current().stop_reason:  # a run that is asked to stop does not wait
+            time.sleep(0.05)

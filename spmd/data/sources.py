@@ -107,6 +107,16 @@ class IterableSource:
             raise DataError(f"the function that was given as data returned {type_name(batches)}.", fix="an iterator or a list of batches.")
         return iter(batches)
 
+    def can_read_again(self, position: Any) -> bool:
+        """Whether an epoch that has begun can be opened again: not where `iter` gives the same iterator, unless its state can be set."""
+        return self._iterate() is not self._iterator or (self._is_stateful and position is not None)
+
+    @property
+    def _is_stateful(self) -> bool:
+        # With several processes each has its own reader, but a checkpoint holds one position: they read up to it.
+        has_state = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
+        return has_state and jax.process_count() == 1
+
     def sample(self) -> Tree:
         """The shapes of the first batch, over all processes."""
         return self._sample
@@ -114,9 +124,8 @@ class IterableSource:
     def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
         """The batches of one epoch, from batch `start` on; `position` is the iterator's own state there, if it has one."""
         iterator, head = (self._first, self._head) if self._first is not None else (self._iterate(), [])
-        self._first, self._head = None, []
-        # With several processes each has its own reader, but a checkpoint holds one position: they read up to it.
-        stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state") and jax.process_count() == 1
+        self._first, self._head, self._iterator = None, [], iterator
+        stateful = self._is_stateful
         if stateful and position is not None:
             iterator.set_state(_from_json(position))  # type: ignore[union-attr]
             head, start = [], 0

@@ -178,4 +178,5 @@ def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def _log(text: str) -> None:
-    print(f"spmd launch: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"spmd launch: {text}\n")  # at once, so that it is not mixed with what processes print
+    sys.stderr.flush()

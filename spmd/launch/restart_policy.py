@@ -55,7 +55,7 @@ class Attempt:
         unreported = [_ended(rank, code, self.saved) for rank, code in primary[:1] if code < 0 or code == LOST or not reported]
         asked = sum(code == TERMINATED for code in self.codes.values())
         if asked > 1 and unreported and primary[0][1] == TERMINATED:  # it reached one of them or all; the exit codes do not say which
-            unreported = [f"{asked} processes ended with code {TERMINATED} after SIGTERM" + _saved(self.saved).replace("has", "have")]
+            unreported = [f"{asked} processes ended with code {TERMINATED} after SIGTERM{_saved(self.saved, 'have')}"]
         causes = ([] if self.unreported_cause is None else [self.unreported_cause[1]]) + [*unreported, *reported[:1]]
         return printable("; consequence: ".join(causes[:2]))
 
@@ -79,8 +79,8 @@ def _ended(rank: int, code: int, saved: int | None = None) -> str:
     return f"{who} ended with code {code}" + (f": it received SIGTERM{_saved(saved)}" if code == TERMINATED else "")
 
 
-def _saved(step: int | None) -> str:
-    return "" if step is None else f", and has saved step {step}"
+def _saved(step: int | None, has: str = "has") -> str:
+    return "" if step is None else f", and {has} saved step {step}"
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -156,7 +156,11 @@ def run_with_restarts(attempt: Callable[[Sequence[float]], Attempt], most: int, 
             return exit_code(last)
         seconds = restart_delay(attempts)
         log(f"restart {len(attempts)} of at most {most}" + (f", in {seconds:.0f} s" if seconds else ""))
-        time.sleep(seconds)
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            log("no restart: it was interrupted.")
+            return exit_code(last)
 
 
 def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
@@ -187,7 +191,7 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
 
 def restart_delay(attempts: Sequence[Attempt]) -> float:
     """Seconds before the next restart: 0, 1, 2, 4 … 60, by the number of attempts in a row that started at the same step. So a run that
-    makes progress between rare failures never waits.
+    makes progress between rare failures never waits, and more than 2 s come only while hosts are missing (`NO_PROGRESS`).
 
     >>> [restart_delay([Attempt({0: 1}, first_step=step) for step in steps]) for steps in ([0], [0, 0], [0, 0, 0], [0, 0, 20])]
     [0.0, 1.0, 2.0, 0.0]

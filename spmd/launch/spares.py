@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -115,7 +116,7 @@ class Spares:
           folder: of its records.
         """
         if self._attempts and self.count:
-            others = "" if self._used == len(commands) else "; no other was ready, so Python starts again"
+            others = "" if self._used == len(commands) else "; no more were ready, so Python starts again"
             self._log(f"restarted in {self._used} of {len(commands)} spare processes{others}")
         self._attempts, self._used = self._attempts + 1, 0
         ended = threading.Event()
@@ -202,8 +203,10 @@ def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
 
     with socket.socket(fileno=int(number)) as launcher:
         launcher.set_inheritable(False)
+        handlers, level = list(logging.root.handlers), logging.root.level
         for name in imports:
             importlib.import_module(name)
+        logging.root.handlers[:], logging.root.level = handlers, level  # orbax adds one; the script may set up its own
         if coordination.backends_initialized():
             raise RuntimeError(f"importing {', '.join(imports)} made JAX look for devices")
         launcher.sendall(READY)

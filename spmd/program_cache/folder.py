@@ -13,7 +13,7 @@ import jax
 from spmd.errors import OptionError, short_repr
 from spmd.user_paths import as_path
 
-OFF = ("off", "false", "no", "none", "0")  # what people write to turn something off
+NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")  # what people write to turn something off, or on
 PROGRAMS = "programs"  # the folder, in a run's folder or in the user's cache folder
 
 
@@ -23,15 +23,16 @@ def cache_folder(kind: str) -> Path:
     Raises:
       OptionError: the user has no home folder, as in some containers; or `$SPMD_CACHE` is "off".
     """
-    if chosen := os.environ.get("SPMD_CACHE"):
-        if chosen.lower() in OFF:
-            fix = "a folder; compile_cache=False, or JAX_ENABLE_COMPILATION_CACHE=false in the environment, keeps no compiled programs."
-            raise OptionError(f'$SPMD_CACHE is "{chosen}", which is not a folder.', fix=fix)
-        return Path(chosen).expanduser() / kind
+    chosen = os.environ.get("SPMD_CACHE")
+    if chosen and chosen.strip().lower() in NO_FOLDERS:
+        fix = "a folder; to keep no compiled programs, fit(compile_cache=False) or JAX_ENABLE_COMPILATION_CACHE=false."
+        raise OptionError(f'$SPMD_CACHE is "{chosen}", which is not a folder.', fix=fix)
     try:
+        if chosen:
+            return Path(chosen).expanduser() / kind
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / kind
     except RuntimeError as error:
-        raise OptionError("this user has no home folder for caches.", fix="$SPMD_CACHE names another folder.") from error
+        raise OptionError(f"there is no home folder for caches: {error}", fix="$SPMD_CACHE names another folder.") from error
 
 
 def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | None:

@@ -98,8 +98,7 @@ class Callback:
     exact: bool | None = None
     together: bool = False  # True: every process must have it, since it runs programs on the devices of all
     moves_nothing: bool = False  # True: transfers no arrays, so the loop keeps its transfer guard on
-    may_fail: int = 0  # how often in a row its methods may raise, after `on_start`: then training continues, with a warning
-    failures: int = 0  # in a row, so far
+    may_fail: int = 0  # how often in a row each of its `on_...` methods may raise, but `on_start`: training continues, with a warning
 
     def on_start(self, info: Info) -> None:
         """Before the first step."""
@@ -370,19 +369,26 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
                 block.enter_context(jax.transfer_guard("allow"))
                 block.enter_context(watchdog.current().local_work())  # so that the watchdog blames this callback if it hangs
             for callback in callbacks:
-                try:
+                if callback.may_fail and event != "on_start":  # at the start, an error says before hours of training that it cannot work
+                    _notify_tolerantly(callback, event, info)
+                else:
                     getattr(callback, event)(info)
-                    callback.failures = 0
-                except SpmdError:
-                    raise
-                except Exception as error:
-                    callback.failures += 1
-                    if event == "on_start" or callback.failures > callback.may_fail:
-                        raise  # which says at the start that a callback cannot work, before hours of training
-                    why = f"step {info.step}: callback {callback_name(callback)}.{event} raises {first_line(error)}"
-                    logging.getLogger("spmd").warning(
-                        "%s; training continues, failure %d of at most %d in a row.", why, callback.failures, callback.may_fail
-                    )
+
+
+def _notify_tolerantly(callback: Callback, event: str, info: Info) -> None:
+    """Call a method that may raise so often in a row."""
+    failures: dict[str, int] = vars(callback).setdefault("_failures", {})  # by event
+    try:
+        getattr(callback, event)(info)
+        failures[event] = 0
+    except SpmdError:
+        raise
+    except Exception as error:
+        count = failures[event] = failures.get(event, 0) + 1
+        if count > callback.may_fail:
+            raise
+        why = f"step {info.step}: callback {callback_name(callback)}.{event} raises {first_line(error)}"
+        logging.getLogger("spmd").warning("%s; training continues, failure %d of at most %d in a row.", why, count, callback.may_fail)
 
 
 def callback_name(callback: Any) -> str:

@@ -25,6 +25,7 @@ from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, 
 from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
+from spmd.run.memory_folder import forget_run
 from spmd.run.owner import FolderOwnership
 from spmd.run.restore_comm_state import COMM_STATE, STATE, checkpoint_item
 from spmd.train.state import State
@@ -216,6 +217,8 @@ class CheckpointStore(CheckpointReader):
         began = time.monotonic()
         self._check_owner()
         self._check_disk_space(state)
+        if self.config.memory_every is None and jax.process_index() == 0:
+            forget_run(self.folder)  # a state in memory is of another course of the run from now on
         if self._threaded is None:
             self._threaded = not first_nonempty("" if fits_on_devices(state) else "full")
         self._writing, manager = step, self._manager  # created here, by all processes together

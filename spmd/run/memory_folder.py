@@ -62,6 +62,11 @@ def _read_id(path: Path) -> str:
     return ""
 
 
+def forget_run(run_folder: Path) -> None:
+    """Let no later start of the run find what is in memory."""
+    (run_folder / "checkpoints" / ID_FILE).unlink(missing_ok=True)
+
+
 def newest_step(run_folder: Path) -> int:
     """The newest step of a run, not necessarily complete, of which this host's memory has a piece; -1 if there is none."""
     with contextlib.suppress(OptionError, OSError):

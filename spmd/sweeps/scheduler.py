@@ -134,7 +134,6 @@ class SweepRunner:
         def report(measured: np.ndarray) -> None:
             self._count(packed, measured.shape[0] * measured.shape[1], measured)
             watch.record_progress("step", self._steps)
-            watch.has_trained = True
 
         self._begin()
         evaluations = []
@@ -163,7 +162,9 @@ class SweepRunner:
 
     def _ends(self) -> bool:
         """Whether all processes end the sweep here, since one of them was asked to. All ask at the same points."""
-        self._ending = watchdog.current().should_stop(self._steps, next(self._asked))
+        watch = watchdog.current()
+        watch.has_trained = True
+        self._ending = watch.should_stop(self._steps, next(self._asked))
         return self._ending
 
     def _count(self, packed: VmappedTrials, steps: int, measured: np.ndarray | None = None) -> None:

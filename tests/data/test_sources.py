@@ -1,5 +1,7 @@
 """Sources of batches: arrays, split in shuffled order, and iterables of every kind."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from linear import examples, fit, same
@@ -367,7 +369,7 @@ def test_batches_that_cannot_be_read_are_read_again(patient, caplog):
     flaky = Flaky(_2=3, _4=1)
     read = [batch.leaves["x"][0, 0] for batch in read_epoch(IterableSource(flaky, None), 0, retries=3)]
     assert read == wanted and len(set(read)) == 5 and flaky.opened == 5
-    where = "batch 3 of epoch 1 could not be read (AwayError: batch 2 is away)"
+    where = "batch 3 of epoch 1, or one before it, could not be read (AwayError: batch 2 is away)"
     assert caplog.messages[0] == f"{where}; it is read again in 0 s, attempt 1 of 3."
     assert [message.partition("again in ")[2].split(" s,")[0] for message in caplog.messages] == ["0", "0.25", "0.25", "0"]
 
@@ -381,10 +383,42 @@ def test_after_the_last_retry_the_first_error_is_raised(patient, count):
     assert len(taken) == 3 and flaky.opened == 1 + count and not hasattr(raised.value, "__notes__")
 
 
-def test_an_iterator_that_can_be_read_only_once_is_not_read_again(patient):
-    with pytest.raises(AwayError) as raised:
-        list(read_epoch(IterableSource(Flaky(_3=1)(), None), 0, retries=1))
-    assert "when it was read again" in raised.value.__notes__[0]
+class Moving:
+    """An iterator that continues after an error, without the batch that was not read."""
+
+    def __init__(self):
+        self.number = -1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == 2:
+            raise AwayError
+        if self.number == 5:
+            raise StopIteration
+        return examples(8, seed=self.number)
+
+
+@pytest.mark.parametrize("make", [lambda: Flaky(_3=1)(), Moving], ids=["generator", "iterator"])
+def test_an_iterator_that_can_be_opened_only_once_is_not_read_again(patient, make, caplog):
+    with pytest.raises(AwayError):
+        list(read_epoch(IterableSource(make(), None), 0, retries=9))
+    assert not caplog.messages
+
+
+def test_batches_of_a_wrong_shape_are_not_read_again(patient, caplog):
+    batches = [examples(8), {"x": np.zeros((8, 3), np.float32), "y": np.zeros((8, 1), np.float32)}]
+    with pytest.raises(DataError):
+        list(read_epoch(IterableSource(batches, None), 0, retries=9))
+    assert not caplog.messages
+
+
+def test_a_request_to_stop_ends_the_pauses(monkeypatch):
+    monkeypatch.setattr(retries, "PAUSES", (1000.0,))
+    monkeypatch.setattr(retries.watchdog, "current", lambda: SimpleNamespace(stop_reason="asked to end"))
+    assert len(list(read_epoch(IterableSource(Flaky(_2=1), None), 0, retries=1))) == 5
 
 
 def test_a_run_that_reads_again_is_the_undisturbed_run(patient):

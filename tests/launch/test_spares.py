@@ -103,7 +103,7 @@ def test_spare_process_that_ended_is_reported_and_not_used(folder, first, messag
         assert logged[0].startswith(message.format(pid=logged[0].split()[2]))
         assert f"is {logged[0].split()[2]}" not in attempt(pool, worker())
         with pool.replace(worker(), folder):
-            assert logged[2] == "restarted in 0 of 1 spare processes; no other was ready, so Python starts again"
+            assert logged[2] == "restarted in 0 of 1 spare processes; no more were ready, so Python starts again"
 
 
 def test_spare_process_that_ends_after_it_was_ready_is_not_used(folder):

@@ -359,6 +359,19 @@ def test_a_callback_may_fail_so_often_in_a_row(caplog):
         fit(epochs=1, callbacks=[Upload({1, 2, 3}, may_fail=2)])
 
 
+def test_failures_are_counted_for_each_event():
+    """An evaluation between two steps does not make them begin anew."""
+    with pytest.raises(CallbackError, match=r"step 3: callback Upload\.on_step"):
+        fit(epochs=1, eval_data=numbers(), eval_every=1, callbacks=[Upload({1, 2, 3}, may_fail=2)])
+
+
+def test_a_callback_may_have_any_attribute():
+    callback = callbacks.Callback()
+    callback.failures = []
+    fit(epochs=1, callbacks=[callback])
+    assert callback.failures == []
+
+
 def test_what_may_not_fail():
     starting, together = Upload((), may_fail=2), Upload((), may_fail=2)
     starting.on_start, together.together = starting.fail, True

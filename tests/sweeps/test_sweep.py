@@ -159,7 +159,9 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
     )
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, SystemExit), pytest.param(signal.SIGINT, KeyboardInterrupt, marks=pytest.mark.system)]
+)
 def test_signal_ends_a_sweep_after_a_save(number, error, tmp_path, monkeypatch):
     more, calls, steps = {"trials": 2, "keep": 1, "steps_per_call": 1}, [], VmappedTrials.steps
     uninterrupted = sweep(**more)
