@@ -355,7 +355,7 @@ class Trainer:
         reader = self._eval_source(data, batch_size)
         check_alive(state)
         program, placer = bind_rows(reader, self._evaluation(reader.sample()))
-        placed = map(placer, allow_transfers(read_epoch(reader, 0, retries=retries)))
+        placed = map(placer, allow_transfers(read_epoch(reader, 0, retries=retries, stops=lambda: bool(watchdog.current().stop_reason))))
         batches = uneven_batches.require_equal_counts(placed, "the evaluation's data") if reader.threaded else placed
         with watchdog.current().in_phase("eval"):
             return measured(program, placer, state, batches, stops)

@@ -2,18 +2,19 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from spmd.data.batches import HostBatch
 from spmd.data.sources import IterableSource, Source
-from spmd.distributed import watchdog
 from spmd.errors import SpmdError, first_line
 
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the first attempts; then always the last
 
 
-def read_epoch(source: Source, number: int, start: int = 0, position: Any = None, *, retries: int = 0) -> Iterator[HostBatch]:
+def read_epoch(
+    source: Source, number: int, start: int = 0, position: Any = None, *, retries: int = 0, stops: Callable[[], bool] = lambda: False
+) -> Iterator[HostBatch]:
     """The batches of an epoch from batch `start` on; after an error, the source is opened again at the batch that could not be read.
 
     Args:
@@ -21,6 +22,7 @@ def read_epoch(source: Source, number: int, start: int = 0, position: Any = None
       position: the source's state before batch `start`, if it has one.
       retries: how often in a row; 0: never. An iterable whose error says that its batches are wrong, and an iterator that cannot be
         opened again, are not read again.
+      stops: asked during pauses; True, where the run is to stop, ends them.
 
     Raises:
       Exception: the first error at a batch that could not be read `retries` more times.
@@ -55,5 +57,5 @@ def read_epoch(source: Source, number: int, start: int = 0, position: Any = None
         where = f"batch {start + 1} of epoch {number + 1}, or one before it, could not be read ({first_line(last)})"
         logging.getLogger("spmd").warning("%s; it is read again in %g s, attempt %d of %d.", where, seconds, len(errors), retries)
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not watchdog.current().stop_reason:  # a run that is asked to stop does not wait
+        while time.monotonic() < until and not stops():
             time.sleep(0.05)

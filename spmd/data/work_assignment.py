@@ -6,7 +6,7 @@ Workers draw from one common queue, as in TF 1.x: the next worker takes the next
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -42,9 +42,18 @@ class Position:
             self.parts, self.workers = self.parts + int(has_rows.sum()), len(has_rows)
 
 
-def epoch_batches(source: Source, clock: Events | None, at: Position, step: int, *, pad: bool, retries: int = 0) -> Iterator[HostBatch]:
+def epoch_batches(
+    source: Source,
+    clock: Events | None,
+    at: Position,
+    step: int,
+    *,
+    pad: bool,
+    retries: int = 0,
+    stops: Callable[[], bool] = lambda: False,
+) -> Iterator[HostBatch]:
     """The batches of an epoch, from `at` on, which is step `step` of the run; rows are assigned to workers if only some take part.
-    A batch that cannot be read is tried again `retries` times.
+    `retries` and `stops` are those of `read_epoch`.
 
     Raises:
       DataError: parts of this epoch were assigned to another number of workers, or full batches are taken now; or no rows would be used,
@@ -53,14 +62,16 @@ def epoch_batches(source: Source, clock: Events | None, at: Position, step: int,
     drop = clock is not None and clock.declared.drop_remainder
     if clock is not None and clock.assigns_rows and at.workers in (0, clock.workers):
         at.parts = at.parts or at.batch * clock.workers  # of a run that took full batches
-        return assign_rows(read_epoch(source, at.epoch, retries=retries), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
+        return assign_rows(
+            read_epoch(source, at.epoch, retries=retries, stops=stops), clock, step, source.batch_size, at.parts, pad=pad, drop=drop
+        )
     if at.parts:
         raise DataError(
             f"the run was in epoch {at.epoch + 1}, of which {at.parts} parts had been assigned to {at.workers} workers; this layout "
             "would lose rows or take them twice.",
             fix="resume with the layout it had, until an epoch ends.",
         )
-    batches = read_epoch(source, at.epoch, at.batch, at.reader, retries=retries)
+    batches = read_epoch(source, at.epoch, at.batch, at.reader, retries=retries, stops=stops)
     return _full_batches(batches, source.batch_size, first=at.batch == 0) if drop else batches
 
 

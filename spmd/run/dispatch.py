@@ -29,8 +29,8 @@ class StepDispatcher:
     def epoch(self) -> Iterator[Iterator[Callable[[], None]]]:
         """The calls that dispatch the current epoch, or the rest of it."""
         config, run = self._config, self._run
-        pad, retries = config.program.pad_training, config.data_retries
-        batches = epoch_batches(config.source, config.program.clock, run.position, run.step, pad=pad, retries=retries)
+        reading = {"retries": config.data_retries, "stops": lambda: bool(self._control.watchdog.stop_reason)}
+        batches = epoch_batches(config.source, config.program.clock, run.position, run.step, pad=config.program.pad_training, **reading)
         if config.device_data is not None:
             yield self._device_calls(list(batches))
             return

@@ -1,7 +1,5 @@
 """Sources of batches: arrays, split in shuffled order, and iterables of every kind."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from linear import examples, fit, same
@@ -417,8 +415,7 @@ def test_batches_of_a_wrong_shape_are_not_read_again(patient, caplog):
 
 def test_a_request_to_stop_ends_the_pauses(monkeypatch):
     monkeypatch.setattr(retries, "PAUSES", (1000.0,))
-    monkeypatch.setattr(retries.watchdog, "current", lambda: SimpleNamespace(stop_reason="asked to end"))
-    assert len(list(read_epoch(IterableSource(Flaky(_2=1), None), 0, retries=1))) == 5
+    assert len(list(read_epoch(IterableSource(Flaky(_2=1), None), 0, retries=1, stops=lambda: True))) == 5
 
 
 def test_a_run_that_reads_again_is_the_undisturbed_run(patient):
