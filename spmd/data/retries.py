@@ -28,6 +28,7 @@ def read_epoch(
       Exception: the first error at a batch that could not be read `retries` more times.
 
     Example:
+      >>> import numpy as np
       >>> from spmd.data.sources import ArraySource
       >>> source = ArraySource({"x": np.arange(6)}, examples=6, batch_size=4, shuffle=False, seed=0)
       >>> [batch.rows for batch in read_epoch(source, 0, retries=3)]
