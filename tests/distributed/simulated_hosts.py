@@ -102,12 +102,18 @@ class Hosts:
         return sum(len(list(host.memory.rglob(f"{step}.?"))) for host in self.hosts)
 
 
+TRY = """
+mount -t tmpfs none /dev/shm && mount --bind /dev/null /etc/hosts && hostname other && ip link set lo up &&
+ip link add name switch type bridge && ip link add name wire netns $$ type veth peer name end netns $$ &&
+ip addr add 10.77.0.1/24 dev wire && ip link set dev end master switch up && nsenter -t $$ -n -u -m true
+"""
+
+
 def has_namespaces() -> bool:
-    """Whether this user may make namespaces, and there are the commands for it."""
+    """Whether this user may make namespaces, and all that they need works here."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter", "mount"))):
         return False
-    words = ["unshare", "-num", "sh", "-c", "mount -t tmpfs none /dev/shm && ip link add name switch type bridge"]
-    return subprocess.run(words, capture_output=True, check=False, timeout=20).returncode == 0
+    return subprocess.run(["unshare", "-num", "sh", "-c", TRY], capture_output=True, check=False, timeout=20).returncode == 0
 
 
 @contextlib.contextmanager
