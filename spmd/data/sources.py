@@ -109,7 +109,11 @@ class IterableSource:
 
     def can_read_again(self, position: Any) -> bool:
         """Whether an epoch that has begun can be opened again: not where `iter` gives the same iterator, unless its state can be set."""
-        return self._iterate() is not self._iterator or (self._is_stateful and position is not None)
+        try:
+            again = self._iterate()
+        except Exception:  # it cannot be opened now, and perhaps after a pause
+            return True
+        return again is not self._iterator or (self._is_stateful and position is not None)
 
     @property
     def _is_stateful(self) -> bool:

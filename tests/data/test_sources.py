@@ -406,6 +406,18 @@ def test_an_iterator_that_can_be_opened_only_once_is_not_read_again(patient, mak
     assert not caplog.messages
 
 
+def test_data_that_cannot_be_opened_for_a_moment_is_opened_again(patient):
+    flaky, opened = Flaky(_2=1), []
+
+    def make():
+        opened.append(None)
+        if len(opened) in (2, 3):  # when it is asked whether it can be opened again, and after the first pause
+            raise AwayError
+        return flaky()
+
+    assert len(list(read_epoch(IterableSource(make, None), 0, retries=3))) == 5 and len(opened) == 5
+
+
 def test_batches_of_a_wrong_shape_are_not_read_again(patient, caplog):
     batches = [examples(8), {"x": np.zeros((8, 3), np.float32), "y": np.zeros((8, 1), np.float32)}]
     with pytest.raises(DataError):

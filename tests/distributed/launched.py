@@ -49,10 +49,13 @@ def launch(*words, seconds=400, meanwhile=lambda process, run: None, small=None,
     run = Run([])
     reader = threading.Thread(target=lambda: [run.lines.append((time.time(), line.rstrip("\n"))) for line in process.stdout], daemon=True)
     reader.start()
+    limit = threading.Timer(seconds, process.kill)  # also ends what `meanwhile` waits for
+    limit.start()
     try:
         meanwhile(process, run)
         run.code = process.wait(timeout=seconds)
     finally:
+        limit.cancel()
         process.kill()  # what it has started ends when it is gone
         process.wait()
         reader.join(timeout=30)
