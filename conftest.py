@@ -25,8 +25,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
+from spmd.program_cache.folder import misordered
 
 spmd.simulate_devices(8)
+if misordered():
+    jax.config.update("jax_enable_compilation_cache", False)
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of processes that tests start
 collect_ignore_glob = ["tests/*/fixtures/make_*.py", "tests/*/fixtures/check_*.py", "tests/*/*_job.py"]  # scripts
 
 
@@ -155,10 +159,11 @@ def pytest_unconfigure(config):
 @pytest.fixture
 def without_compilation_cache():
     """Programs for a GPU that is not there can be kept, but not loaded."""
+    before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_enable_compilation_cache", before)
     compilation_cache.reset_cache()
 
 

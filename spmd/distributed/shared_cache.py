@@ -15,8 +15,8 @@ import jax
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty
 from spmd.program_cache.activate import user_chose
-from spmd.program_cache.entries import make_private
-from spmd.program_cache.folder import distrust, machine_folder
+from spmd.program_cache.entries import log_once, make_private
+from spmd.program_cache.folder import distrust, machine_folder, misordered
 from spmd.user_paths import explain_os_error
 
 OFF = "off"  # not a problem: chosen in one process, so for all
@@ -33,8 +33,7 @@ def agree_on_folder(folder: Path | None) -> Path | None:
             problem = OFF
         else:
             part = machine_folder(folder)
-            why = distrust(folder, part)
-            problem = f"{why}, and loading a program runs it" if why else ""
+            problem = distrust(folder, part)
             if rank == 0 and not problem:
                 make_private(part)
                 token = part / f".process-0-{secrets.token_hex(8)}"
@@ -55,7 +54,8 @@ def agree_on_folder(folder: Path | None) -> Path | None:
         text = "process %d keeps and loads no compiled programs: another process has turned that off (compile_cache=False, or JAX's cache)."
         logging.getLogger("spmd").warning(text, rank)
     if verdict and verdict != OFF and rank == 0:
-        logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s. compile_cache= chooses another folder.", verdict)
+        fix = "" if verdict == misordered() else " compile_cache= chooses another folder."
+        log_once(Path(), verdict, f"no compiled programs are kept or loaded: {verdict}.{fix}")
     if not verdict and backend == "cpu":
         coordination.write_programs_in_every_process()
     return None if verdict else folder

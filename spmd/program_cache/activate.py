@@ -1,14 +1,13 @@
 """Turns JAX's persistent compilation cache on, at a folder of ours. JAX has one such cache in a process."""
 
-import logging
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from spmd.program_cache.counts import compilations
-from spmd.program_cache.entries import SCHEME, begin
-from spmd.program_cache.folder import distrust, machine_folder
+from spmd.program_cache.entries import SCHEME, begin, log_once
+from spmd.program_cache.folder import distrust, machine_folder, misordered
 
 FOLDER = "jax_compilation_cache_dir"
 # Small programs are kept too, so that a restart compiles nothing. A folder for XLA's other caches would be part of each program's key: a
@@ -41,11 +40,14 @@ def use_folder(folder: Path | None) -> None:
     """
     compilations()  # counts from now on
     if user_chose():
+        theirs = getattr(jax.config, FOLDER)
+        if theirs and jax.config.jax_enable_compilation_cache and (why := misordered()):  # type: ignore[attr-defined]
+            log_once(Path(theirs), "loaded", f"{why}, as those in {theirs} (JAX_ENABLE_COMPILATION_CACHE=false turns that off).")
         return
     part = None if folder is None else machine_folder(folder)
     why = "" if folder is None or part is None else distrust(folder, part)
     if why:
-        logging.getLogger("spmd").warning("no compiled programs are kept or loaded: %s, and loading a program runs it.", why)
+        log_once(Path(), why, f"no compiled programs are kept or loaded: {why}.")
         part = None
     if part is not None:
         begin(part)

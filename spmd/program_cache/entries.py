@@ -72,7 +72,8 @@ class EntryPath:
         _write(self.path, content)
 
 
-def _log_once(folder: Path, kind: str, text: str) -> None:
+def log_once(folder: Path, kind: str, text: str) -> None:
+    """Warn of a folder, once for each kind of problem."""
     if (folder, kind) not in _logged:
         _logged.add((folder, kind))
         logging.getLogger("spmd").warning(text)
@@ -89,10 +90,10 @@ def _read(path: Path) -> bytes | None:
     except DamagedFileError as error:
         with contextlib.suppress(OSError):
             path.unlink()
-        _log_once(path.parent, "damaged", f"{path} is damaged ({error}): this program is compiled again.")
+        log_once(path.parent, "damaged", f"{path} is damaged ({error}): this program is compiled again.")
     except OSError as error:
         why = f"the compiled programs in {path.parent} cannot be read: {explain_os_error(path, error)}"
-        _log_once(path.parent, "read", f"{why}; they are compiled again.")
+        log_once(path.parent, "read", f"{why}; they are compiled again.")
     return None
 
 
@@ -105,7 +106,7 @@ def _write(path: Path, content: bytes) -> None:
         checksummed_files.write(path, content, durable=False)  # dozens of programs would each wait for the disk
     except OSError as error:
         why = f"compiled programs cannot be kept in {path.parent}: {explain_os_error(path, error)}."
-        _log_once(path.parent, "write", f"{why} The next start compiles them again, unless compile_cache= is another folder.")
+        log_once(path.parent, "write", f"{why} The next start compiles them again, unless compile_cache= is another folder.")
 
 
 def make_private(folder: Path) -> None:

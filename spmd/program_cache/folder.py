@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 
 from spmd.errors import OptionError, short_repr
 from spmd.user_paths import as_path
 
 NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")  # what people write to turn something off, or on
+MISORDERED = (0, 11, 2)  # jaxlib, from this version on
 PROGRAMS = "programs"  # the folder, in a run's folder or in the user's cache folder
 
 
@@ -76,15 +78,28 @@ def machine_folder(folder: Path) -> Path:
     return folder / f"cpu-{hashlib.sha256(chr(10).join([platform.machine(), *features]).encode()).hexdigest()[:12]}"
 
 
+def misordered() -> str:
+    """Why this process must not load any program; "" if it may.
+
+    Since 0.11.2, jaxlib loads a program for several CPU devices without the order of its collectives across loops: two of them that meet
+    give wrong values or end the process (0.12.0.1 too; 0.11.1 and programs that are compiled are right; GPUs have another loader).
+    """
+    if jax.default_backend() != "cpu" or jax.device_count() == 1 or jaxlib.version.__version_info__ < MISORDERED:
+        return ""
+    return f"jaxlib {jaxlib.__version__} computes wrongly in programs for several CPU devices that it loads"
+
+
 def distrust(*folders: Path) -> str:
-    """Why programs in these folders must not be run, since others can write there; "" if there is no reason, or no folder yet."""
+    """Why programs in these folders must not be run; "" if there is no reason, or no folder yet."""
+    if why := misordered():
+        return why
     for folder in folders:
         try:
             found = folder.stat()
         except OSError:  # what cannot be found cannot be read either, which is logged then
             continue
         if found.st_uid not in (os.geteuid(), 0):
-            return f"{folder} belongs to another user (id {found.st_uid})"
+            return f"{folder} belongs to another user (id {found.st_uid}), and loading a program runs it"
         if found.st_mode & stat.S_IWOTH:
-            return f"every user can write to {folder} (chmod o-w changes that)"
+            return f"every user can write to {folder} (chmod o-w changes that), and loading a program runs it"
     return ""

@@ -13,8 +13,9 @@ import jax
 import pytest
 
 import spmd
+from spmd.program_cache.folder import misordered
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(misordered()), reason="loading is turned off: " + misordered())]
 JOB = Path(__file__).parent / "cached_job.py"
 ROOT = Path(spmd.__file__).parents[1]
 LAUNCHER = ["-m", "spmd", "launch", "--processes", "2", "--simulate", "4"]

@@ -10,27 +10,37 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
 from spmd import checksummed_files
 from spmd.distributed import shared_cache
 from spmd.errors import OptionError
-from spmd.program_cache import activate, entries, records
+from spmd.nn import LayerStack
+from spmd.program_cache import activate, entries, folder as folders, records
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.counts import compilations
 from spmd.program_cache.folder import cache_folder, choose_folder, distrust, machine_folder
 from spmd.program_cache.records import watch
 
 
+@pytest.fixture(autouse=True)
+def may_load(monkeypatch):
+    """The programs of most tests have no collectives, so each version of jaxlib may load them."""
+    monkeypatch.setattr(folders, "MISORDERED", (1000,))
+
+
 @pytest.fixture
 def jax_cache():
     """As in a process of a user, who has set up no cache of JAX; other programs are compiled as in other tests."""
-    names = [activate.FOLDER, *activate.OPTIONS]
+    names = [activate.FOLDER, "jax_enable_compilation_cache", *activate.OPTIONS]
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update(activate.FOLDER, None)
+    jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
     yield
     use_folder(None)
@@ -170,7 +180,7 @@ def test_folder_that_others_can_write_is_refused(jax_cache, tmp_path, caplog, op
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
 def test_folder_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path, 12345, -1)
-    assert distrust(tmp_path) == f"{tmp_path} belongs to another user (id 12345)"
+    assert distrust(tmp_path) == f"{tmp_path} belongs to another user (id 12345), and loading a program runs it"
     assert distrust(tmp_path / "not there") == ""
 
 
@@ -181,6 +191,65 @@ def test_folder_that_cannot_be_looked_up_is_logged(jax_cache, tmp_path, caplog, 
     assert add(18.5).compiled == 1
     reason = {"a file": f"{tmp_path / name} is a file"}.get(name, "File name too long")
     assert f"compiled programs cannot be kept in {active_folder()}: {reason}." in caplog.text
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.up, self.down = nnx.LayerNorm(16, rngs=rngs), nnx.Linear(16, 28, rngs=rngs), nnx.Linear(28, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Net(nnx.Module):
+    """Its weights are gathered in loops and outside; with two microbatches that are reduced at the end, these can meet."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.stack, self.out = LayerStack([Block(rngs) for _ in range(5)]), nnx.Linear(16, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.stack(x))
+
+
+def test_training_step_from_the_cache_computes_as_the_compiled_one(jax_cache, monkeypatch, tmp_path):
+    monkeypatch.undo()  # this jaxlib, as it is
+    layout = spmd.Layout(default=spmd.Default("shard:data"), gradients=spmd.Gradients("reduce_scatter", gather="layer", accumulate="local"))
+    rows = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+    def trained():
+        trainer = spmd.Trainer(
+            lambda: Net(),
+            loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["x"][:, :3]) ** 2, -1),
+            optimizer=optax.sgd(0.05, momentum=0.9),
+            mesh="data=8",
+            layout=layout,
+            accumulate=2,
+            compile_cache=tmp_path,
+        )
+        state = trainer.init()
+        for _ in range(20):
+            state, _ = trainer.step(state, {"x": rows})
+        return jax.device_get(state.params)
+
+    first, before = trained(), compilations()
+    jax.clear_caches()
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, trained()))
+    assert bool((compilations() - before).loaded) != bool(folders.misordered())
+
+
+def test_jaxlib_that_loads_programs_wrongly_loads_none(jax_cache, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(folders, "MISORDERED", (0, 10))
+    for _ in range(2):
+        use_folder(tmp_path)
+    assert active_folder() is None and add(19.5).compiled == 1
+    assert caplog.text.count("no compiled programs are kept or loaded: jaxlib ") == 1
+    assert "computes wrongly in programs for several CPU devices that it loads." in caplog.text
+    jax.config.update(activate.FOLDER, str(tmp_path))  # the user's choice: it stays, with a warning
+    use_folder(None)
+    assert f"that it loads, as those in {tmp_path} (JAX_ENABLE_COMPILATION_CACHE=false turns that off)." in caplog.text
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert not folders.misordered()
 
 
 def test_user_without_home_folder_has_no_cache(monkeypatch, caplog):
