@@ -46,6 +46,10 @@ class StepDispatcher:
         """Whether the last step is made, where each process reads its own batches: asking for one more could block those that have none."""
         return self._config.source.threaded and jax.process_count() > 1 and self._control.steps_done()
 
+    def may_have_more_batches(self) -> bool:
+        """Whether the epoch may go on after the last step, as far as its length is known: then a run that resumes looks for the rest."""
+        return self._run.position.batch != self._config.source.steps_per_epoch
+
     def _dispatch(self, batch: Batch) -> None:
         """Dispatch one step."""
         program, placer, run = self._config.program, self._config.placer, self._run

@@ -88,8 +88,9 @@ class Loop:
                 # 1. one step (or one call of many); the batch was placed before, so the device does not wait for it
                 call()
                 # 2. the next batch, while the device works; without one this was the last step of the epoch
-                call = None if self._dispatcher.needs_no_more_batches() else next(calls, None)
-                if call is None:
+                unread = self._dispatcher.needs_no_more_batches()
+                call = None if unread else next(calls, None)
+                if call is None and not (unread and self._dispatcher.may_have_more_batches()):
                     break
                 # 3. a run that a signal ends saves first: what is due may take longer than the time it is given
                 if control.stopped_by_signal():

@@ -9,7 +9,7 @@ from launched import launch
 JOB = Path(__file__).parent / "files_job.py"
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_two_processes_match_one_and_resume_from_each_other(tmp_path):
     """On two devices each sum is of two numbers, so bits are equal; 30 rows, of which 2 cannot be read, in batches of 8."""
     rng = np.random.default_rng(0)
