@@ -357,7 +357,7 @@ def _facts(
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
         **environment(),
     }
-    return RunFacts(config, folder, int(start_point.state.step), resumes, run_id(folder, resumes=resumes))
+    return RunFacts(config, folder, int(start_point.state.step), resumes, *run_id(folder, resumes=resumes))
 
 
 def _outputs(

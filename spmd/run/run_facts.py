@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -15,7 +16,7 @@ import jax
 
 from spmd import checksummed_files
 
-ID_FILE = "run_id"  # in the run's folder
+ID_FILE = "run_id.json"  # in the run's folder
 GIT_SECONDS = 5.0  # how long a command of git may take
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "spmd")
 
@@ -30,6 +31,7 @@ class RunFacts:
       step: number of the last step before the run's first, 0 for a new run.
       resumes: whether it continues a run in the folder.
       id: of the run; a resumed run has the same.
+      metrics_begin: where the run's records begin in the folder's `metrics.jsonl`, in bytes.
     """
 
     config: Mapping[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
@@ -37,10 +39,11 @@ class RunFacts:
     step: int = 0
     resumes: bool = False
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    metrics_begin: int = 0
 
     @property
     def name(self) -> str:
-        """A name for people: of the folder, with the begin of the id.
+        """A name for people: that of the folder, with the first part of the id.
 
         >>> RunFacts(folder=Path("runs/digits"), id="3f29c1d2e8").name
         'digits-3f29c1d2'
@@ -48,8 +51,10 @@ class RunFacts:
         return f"{'run' if self.folder is None else self.folder.resolve().name}-{self.id[:8]}"
 
 
-def run_id(folder: Path | None, *, resumes: bool) -> str:
-    """The id of the run in a folder: that of the run it resumes, else a new one, which is written there.
+def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
+    """The id of the run in a folder, and where its records begin in `metrics.jsonl`, in bytes: earlier ones are of an abandoned run.
+
+    They are those of the run that is resumed, else new, and written to the folder.
 
     Example:
       >>> import tempfile
@@ -60,14 +65,17 @@ def run_id(folder: Path | None, *, resumes: bool) -> str:
     """
     new = uuid.uuid4().hex
     if folder is None:
-        return new
+        return new, 0
+    records = folder / "metrics.jsonl"
+    begins = 0 if resumes or not records.exists() else records.stat().st_size
     try:
         if resumes and (content := checksummed_files.read(folder / ID_FILE)) is not None:
-            return content.decode()
-        checksummed_files.write(folder / ID_FILE, new.encode())
+            saved = json.loads(content)
+            return saved["id"], saved["metrics_begin"]
+        checksummed_files.write(folder / ID_FILE, json.dumps({"id": new, "metrics_begin": begins}).encode())
     except (OSError, checksummed_files.DamagedFileError) as error:
-        logging.getLogger("spmd").warning("%s: %s. Trackers show this attempt as a run of its own.", folder / ID_FILE, error)
-    return new
+        logging.getLogger("spmd").warning("%s: %s. Trackers show this attempt as another run.", folder / ID_FILE, error)
+    return new, begins
 
 
 def environment() -> dict[str, str | int | float | bool]:

@@ -29,6 +29,7 @@ from spmd.run.run_facts import RunFacts
 MOST_QUEUED = 10_000  # records that a tracker may be behind
 ARTIFACTS = ("layout.toml", "metrics.jsonl", "*.html", "*.svg", "*.png")  # in the run's folder
 ANY = ""  # in the result of `last_steps`: metrics that are not listed
+BLOCK, HEADER = 32768, 7  # bytes in the files of offline runs of wandb
 PARAM_LENGTH, TAG_LENGTH = 6000, 5000  # characters that MLflow accepts
 
 
@@ -76,6 +77,7 @@ class Tracker:
 
     def begin(self, facts: RunFacts) -> str | None:
         """Start to record a run; returns a line that says where, or None if that failed."""
+        self.close()  # of a run that failed before its first step
         self._off, self._facts, self._error_before = False, facts, sys.exc_info()[1]
         self._last: dict[str, int] = {}
         self._jobs = queue.Queue(MOST_QUEUED)
@@ -103,7 +105,8 @@ class Tracker:
         failed = sys.exc_info()[1] is not self._error_before  # `fit` closes loggers while it handles what has ended the run
         self._put(functools.partial(self._end, failed=failed))
         self._put(None)
-        self._thread.join(self._seconds)
+        if not self._off:
+            self._thread.join(self._seconds)
         if self._thread.is_alive():
             self._switch_off(TimeoutError(f"it has not finished within {self._seconds:g} seconds"))
         self._jobs = None
@@ -118,7 +121,7 @@ class Tracker:
 
     def _work(self, jobs: queue.Queue[Callable[[], None] | None]) -> None:
         try:
-            while (job := jobs.get()) is not None:
+            while (job := jobs.get()) is not None and not self._off:
                 job()
         except BaseException as error:  # SystemExit, too: a library may raise it
             self._switch_off(error)
@@ -167,6 +170,7 @@ def _earlier_records(facts: RunFacts) -> Iterator[dict[str, Any]]:
     if not facts.resumes or facts.folder is None or not (path := facts.folder / "metrics.jsonl").exists():
         return
     with path.open(encoding="utf-8") as lines:
+        lines.seek(facts.metrics_begin)
         for line in lines:
             with contextlib.suppress(ValueError):  # the last line of a machine that lost its power
                 record = json.loads(line)
@@ -386,26 +390,33 @@ def _has_wandb_key() -> bool:
 
 
 def offline_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Steps and metrics in a file of an offline run of wandb; what a killed process did not finish is left out.
-
-    The file is LevelDB's log format: blocks of 32 KiB; in them records of a checksum (4 bytes), a length (2), whether it is all, the
-    first, a middle or the last part of a message (1), and the part. The header of 7 bytes belongs to the first block.
-    """
+    """Steps and metrics in a file of an offline run of wandb."""
     record_class = import_extra("wandb.proto.wandb_internal_pb2", "wandb").Record
-    content, at, message = path.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        left = 32768 - at % 32768
-        if left < 7:  # padding
+    for message in offline_messages(path):
+        history = record_class.FromString(message).history
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+        if items:
+            step = history.step.num if history.HasField("step") else items["_step"]
+            yield step, {name: float(value) for name, value in items.items() if not name.startswith("_")}
+
+
+def offline_messages(path: Path) -> Iterator[bytes]:
+    """The messages in a file of an offline run of wandb; what a killed process did not finish is left out.
+
+    The file is in LevelDB's log format: blocks of 32 KiB; in them records of a checksum (4 bytes), a length (2), whether it is all, the
+    first, a middle or the last part of a message (1 to 4), and the part. The header of 7 bytes belongs to the first block.
+    """
+    content, at, message = path.read_bytes(), HEADER, b""
+    while at + HEADER <= len(content):
+        left = BLOCK - at % BLOCK
+        if left < HEADER:  # padding
             at += left
             continue
-        length, part = struct.unpack("<HB", content[at + 4 : at + 7])
-        if part not in (1, 2, 3, 4) or at + 7 + length > len(content):
+        length, part = struct.unpack("<HB", content[at + 4 : at + HEADER])
+        end = at + HEADER + length
+        if not 1 <= part <= 4 or end > len(content):
             return
-        message = content[at + 7 : at + 7 + length] if part in (1, 2) else message + content[at + 7 : at + 7 + length]
-        at += 7 + length
+        message = (message if part > 2 else b"") + content[at + HEADER : end]
+        at = end
         if part in (1, 4):
-            record = record_class.FromString(message)
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            if items:
-                step = record.history.step.num if record.history.HasField("step") else items["_step"]
-                yield step, {name: float(value) for name, value in items.items() if not name.startswith("_")}
+            yield message
