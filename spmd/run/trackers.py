@@ -39,6 +39,26 @@ class Tracker:
     Args:
       checkpoints: record where the run's checkpoints are, too; they are not copied.
       seconds: how long `close` waits for the tracker.
+
+    Raises:
+      OptionError: `seconds` is not a number above 0.
+
+    Example:
+      >>> class Printed(Tracker):
+      ...     def where(self, facts): return "printed"
+      ...     def open(self, facts): print("open", facts.name)
+      ...     def last_steps(self): return {"loss": 1}  # what arrived before a kill
+      ...     def log(self, step, metrics): print(step, metrics)
+      ...     def finish(self, *, failed): print("failed" if failed else "finished")
+      >>> log = Printed()
+      >>> print(log.begin(RunFacts(id="3f29c1d2e8")))
+      printed
+      >>> for step in (1, 2):
+      ...     log.write({"step": step, "loss": 1 / step})
+      >>> log.close()
+      open run-3f29c1d2
+      2 {'loss': 0.5}
+      finished
     """
 
     def __init__(self, *, checkpoints: bool = False, seconds: float = 60.0):
@@ -148,7 +168,7 @@ class Tracker:
         new = {name: value for name, value in numbers.items() if step > self._last.get(name, before)}
         if new:
             self.log(step, new)
-            self._last |= dict.fromkeys(new, step)
+            self._last.update((name, step) for name in new)
 
     def _end(self, *, failed: bool) -> None:
         folder = self._facts.folder
@@ -277,7 +297,8 @@ class Trackio(Tracker):
     def last_steps(self) -> dict[str, int]:
         """From the local store, by metric; a server says the last step of all."""
         if self._space is not None:
-            return {ANY: -1 if self._run._initial_last_step is None else self._run._initial_last_step}
+            step: int | None = self._run._initial_last_step
+            return {} if step is None else {ANY: step}
         storage = import_extra("trackio.sqlite_storage", "trackio").SQLiteStorage
         last: dict[str, int] = {}
         for row in storage.get_logs(self._project, self._run.name, run_id=self._run.id):

@@ -265,9 +265,13 @@ def test_users_logger_gets_the_facts_of_the_run(tmp_path):
     first = mine.facts.id
     train(tmp_path, {}, 5, loggers=[mine])
     assert (mine.facts.id, mine.facts.step) == (first, 4)
-    mine.begin = lambda facts: 1 / 0
-    with pytest.raises(CallbackError, match=r"^logger Mine\.begin raises ZeroDivisionError: division by zero"):
-        fit(steps=2, loggers=[mine])
+
+    class Bad(Mine):
+        def begin(self, facts):
+            raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(CallbackError, match=r"^logger Bad\.begin raises ZeroDivisionError: division by zero"):
+        fit(steps=2, loggers=[Bad()])
 
 
 def test_folder_without_trackers_has_no_id(tmp_path):

@@ -1,6 +1,7 @@
 """A run with a tracker, in a process that may kill itself; or what the tracker stored, read by its API. Its argument is JSON."""
 
 import collections
+import importlib
 import json
 import os
 import signal
@@ -40,9 +41,7 @@ def train(*, kind, folder, kill, steps):
 
 
 def read_mlflow():
-    import mlflow
-
-    client = mlflow.MlflowClient()
+    client = importlib.import_module("mlflow").MlflowClient()
     runs = [run for each in client.search_experiments() for run in client.search_runs([each.experiment_id])]
     (run,) = runs
     steps = {name: [point.step for point in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
@@ -51,24 +50,21 @@ def read_mlflow():
 
 
 def read_trackio():
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    runs, steps = list(trackio.Api().runs("digits")), collections.defaultdict(list)
+    storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    runs, steps = list(importlib.import_module("trackio").Api().runs("digits")), collections.defaultdict(list)
     (run,) = runs
-    for row in SQLiteStorage.get_logs("digits", run.name, run_id=run.id):
+    for row in storage.get_logs("digits", run.name, run_id=run.id):
         for name in row:
             steps[name].append(row["step"])
-    files = [each["name"].removeprefix(f"{run.name}-") for each in SQLiteStorage.list_artifacts("digits")]
+    files = [each["name"].removeprefix(f"{run.name}-") for each in storage.list_artifacts("digits")]
     return {"runs": [run.id for run in runs], "steps": steps, "config": run.config, "files": files}
 
 
 def read_wandb():
     """All attempts' files: wandb reads a run back only from a server."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
     from spmd.run.trackers import offline_messages, offline_rows
 
+    record_class = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     steps, config, runs = collections.defaultdict(list), {}, set()
     folders = sorted(Path("run/wandb").glob("offline-run-*"))
     parts = []
@@ -80,7 +76,7 @@ def read_wandb():
             for name in names:
                 steps[name].append(step)
         for message in offline_messages(path):
-            record = Record.FromString(message)
+            record = record_class.FromString(message)
             if record.HasField("run"):
                 runs.add(record.run.run_id)
                 config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
