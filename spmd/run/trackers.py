@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from spmd.distributed import watchdog
+from spmd.distributed.initialize import grace_seconds
 from spmd.errors import OptionError, first_line, import_extra, short_repr
 from spmd.run.run_facts import RunFacts
 
@@ -38,27 +40,26 @@ class Tracker:
 
     Args:
       checkpoints: record where the run's checkpoints are, too; they are not copied.
-      seconds: how long `close` waits for the tracker.
+      seconds: how long `close` waits for the tracker; after SIGTERM at most a quarter of the time that `spmd launch --grace` gives.
 
     Raises:
       OptionError: `seconds` is not a number above 0.
 
     Example:
-      >>> class Printed(Tracker):
-      ...     def where(self, facts): return "printed"
-      ...     def open(self, facts): print("open", facts.name)
-      ...     def last_steps(self): return {"loss": 1}  # what arrived before a kill
-      ...     def log(self, step, metrics): print(step, metrics)
-      ...     def finish(self, *, failed): print("failed" if failed else "finished")
-      >>> log = Printed()
-      >>> print(log.begin(RunFacts(id="3f29c1d2e8")))
-      printed
+      >>> class Rows(Tracker):
+      ...     def where(self, facts): return f"rows of {facts.name}"
+      ...     def open(self, facts): self.rows = []
+      ...     def last_steps(self): return {"loss": 1}  # what had arrived before a kill
+      ...     def log(self, step, metrics): self.rows.append((step, metrics))
+      ...     def finish(self, *, failed): self.rows.append("failed" if failed else "finished")
+      >>> log = Rows()
+      >>> log.begin(RunFacts(id="3f29c1d2e8"))
+      'rows of run-3f29c1d2'
       >>> for step in (1, 2):
       ...     log.write({"step": step, "loss": 1 / step})
       >>> log.close()
-      open run-3f29c1d2
-      2 {'loss': 0.5}
-      finished
+      >>> log.rows
+      [(2, {'loss': 0.5}), 'finished']
     """
 
     def __init__(self, *, checkpoints: bool = False, seconds: float = 60.0):
@@ -125,10 +126,12 @@ class Tracker:
         failed = sys.exc_info()[1] is not self._error_before  # `fit` closes loggers while it handles what has ended the run
         self._put(functools.partial(self._end, failed=failed))
         self._put(None)
+        hurries = watchdog.current().requested_stop_reason == watchdog.SIGTERM_REASON
+        seconds = min(self._seconds, grace_seconds() / 4) if hurries else self._seconds
         if not self._off:
-            self._thread.join(self._seconds)
+            self._thread.join(seconds)
         if self._thread.is_alive():
-            self._switch_off(TimeoutError(f"it has not finished within {self._seconds:g} seconds"))
+            self._switch_off(TimeoutError(f"it has not finished within {seconds:g} seconds"))
         self._jobs = None
 
     def _put(self, job: Callable[[], None] | None) -> None:

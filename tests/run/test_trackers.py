@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -192,6 +193,17 @@ def test_tracker_that_hangs_never_stops_training(broken, tmp_path, caplog):
     released.set()
     (text,) = warned(caplog)
     assert text.startswith("the tracker Fake is switched off: TimeoutError: it has not finished within 0.05 seconds.")
+
+
+def test_tracker_that_hangs_does_not_use_up_the_grace_period(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("SPMD_GRACE", "0.2")
+    released = threading.Event()
+    with pytest.raises(SystemExit):
+        train(
+            tmp_path, None, 9, loggers=[Fake(broken="open", wait=released)], callbacks=[lambda info: os.kill(os.getpid(), signal.SIGTERM)]
+        )
+    released.set()
+    assert "it has not finished within 0.05 seconds" in warned(caplog)[0]
 
 
 def test_tracker_that_cannot_keep_up_is_switched_off(monkeypatch, caplog):
