@@ -374,7 +374,7 @@ class Wandb(Tracker):
             mode=self._mode,
             dir=str(folder),
             config=dict(facts.config),
-            settings=self._wandb.Settings(silent=True, console="off", finish_timeout=self._seconds),
+            settings=self._wandb.Settings(silent=True, console="off", init_timeout=self._seconds, finish_timeout=self._seconds),
         )
 
     def last_steps(self) -> dict[str, int]:

@@ -13,12 +13,14 @@ import sys
 import threading
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import optax
 import pytest
 from small import fit, numbers
 
 import spmd
+from spmd import api
 from spmd.errors import CallbackError, MissingExtraError, OptionError
 from spmd.run import trackers
 from spmd.run.run_facts import ID_FILE, RunFacts, git_state
@@ -286,6 +288,14 @@ def test_users_logger_gets_the_facts_of_the_run(tmp_path):
         fit(steps=2, loggers=[Bad()])
 
 
+def test_only_process_0_has_a_tracker(tmp_path, monkeypatch):
+    log = Fake()
+    monkeypatch.setattr(api.jax, "process_index", lambda: 1)
+    unused: Any = None
+    loggers, _ = api._outputs(unused, unused, [log], unused, unused, None, unused, resumes=True)
+    assert loggers == [] and log.calls == []
+
+
 def test_folder_without_trackers_has_no_id(tmp_path):
     fit(steps=2, checkpoint=tmp_path)
     assert not (tmp_path / ID_FILE).exists()
@@ -334,13 +344,14 @@ JOB = Path(__file__).with_name("tracker_job.py")
 STEPS, KILL = 240, 201  # so many that wandb has written a part of them to its file; the checkpoint is that of step 200
 
 
-def run_job(tmp_path, kind, *, kill=0, steps=STEPS):
+def run_job(tmp_path, kind, *, kill=0, steps=STEPS, seconds=60, server=None):
     """One attempt, in the folder of the test, which also holds every store; reaped, with a bound."""
     offline = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(tmp_path / "trackio")}
     homes = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
     environment = {**os.environ, **offline, **homes, "PYTHONPATH": str(Path(spmd.__file__).parents[1])}
     environment.pop("MLFLOW_TRACKING_URI", None)
-    options = json.dumps({"kind": kind, "folder": str(tmp_path / "run"), "kill": kill, "steps": steps})
+    environment |= {} if server is None else server
+    options = json.dumps({"kind": kind, "folder": str(tmp_path / "run"), "kill": kill, "steps": steps, "seconds": seconds})
     command = [sys.executable, str(JOB), options]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -371,3 +382,20 @@ def test_run_that_is_killed_and_resumed_is_one_run(kind, tmp_path):
     assert stored["config"]["mesh"] == "data=8" and "all_reduce" in stored["config"]["layout"]
     assert {"layout.toml", "metrics.jsonl"} <= set(stored["files"])
     assert "nothing is made by construction" in killed.stdout
+
+
+SERVERS = {  # on a port where nothing listens
+    "MLflow": {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+    "Trackio": {"TRACKIO_SERVER_URL": "http://127.0.0.1:9/?write_token=secret"},
+    "Wandb": {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", SERVERS)
+def test_server_that_is_not_there_never_stops_training(kind, tmp_path):
+    pytest.importorskip(kind.lower(), reason=f"{kind.lower()} is not installed: pip install '.[{kind.lower()}]'")
+    result = run_job(tmp_path, kind, steps=12, seconds=2, server=SERVERS[kind])
+    assert result.returncode == 0 and "done 12" in result.stdout, result.stderr
+    assert result.stderr.count(f"the tracker {kind} is switched off: ") == 1
+    assert f"{kind.lower()}: run run-" in result.stderr.lower() and "secret" not in result.stdout + result.stderr

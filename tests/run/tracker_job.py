@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 
-def train(*, kind, folder, kill, steps):
+def train(*, kind, folder, kill, steps, seconds):
     import spmd
 
     spmd.simulate_devices(8)
     from small import fit, numbers
 
     before = list(Path.cwd().iterdir())
-    log = getattr(spmd.loggers, kind)("digits", checkpoints=True)
+    log = getattr(spmd.loggers, kind)("digits", checkpoints=True, seconds=seconds)
     if list(Path.cwd().iterdir()) == before:
         print("nothing is made by construction")
     first = []
@@ -35,7 +35,7 @@ def train(*, kind, folder, kill, steps):
             os.kill(os.getpid(), signal.SIGKILL)
 
     checkpoint = spmd.Checkpoint(folder, every=100)
-    options = {"steps": steps, "log_every": 1, "eval_data": numbers(40, 1), "eval_every": 60, "resume": True}
+    options = {"steps": steps, "log_every": 1, "eval_data": numbers(40, 1), "eval_every": 60, "resume": True, "progress": True}
     result = fit(numbers(160), loggers=[log], callbacks=[watch], checkpoint=checkpoint, **options)
     print(f"done {int(result.state.step)}, began after {first[0] - 1}")
 
