@@ -341,7 +341,7 @@ def test_wandb_is_offline_without_a_key(environment, lines, mode, monkeypatch, t
 # The trackers themselves, in processes of their own.
 
 JOB = Path(__file__).with_name("tracker_job.py")
-STEPS, KILL = 240, 201  # so many that wandb has written a part of them to its file; the checkpoint is that of step 200
+STEPS, KILL = 240, 231  # wandb has written a part of them to its file; the checkpoint is that of step 200, so 30 steps are made twice
 
 
 def run_job(tmp_path, kind, *, kill=0, steps=STEPS, seconds=60, server=None):
