@@ -178,7 +178,7 @@ mean_absolute_error = PerExample(_mean_absolute_error, "spmd.metrics.mean_absolu
 
 
 def _hits(name: str, outputs: jax.Array, targets: jax.Array, positive: int) -> tuple[jax.Array, jax.Array]:
-    """Which outputs, and which targets, are the positive class; of logits of classes the largest one, of one logit whether it is above 0."""
+    """Which outputs, and which targets, are the positive class: the largest logit of a row, or one logit above 0."""
     if outputs.shape == targets.shape:
         found = jnp.where(outputs > 0, 1, 0)
     else:
