@@ -41,7 +41,7 @@ class PerExample:
       -100
     """
 
-    function: Callable[[Any, Any], jax.Array | tuple[jax.Array, jax.Array]]
+    function: Callable[[Any, Any], Any]
     name: str
     inputs: str | None = None
     targets: str | None = None
