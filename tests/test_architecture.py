@@ -29,8 +29,20 @@ LEVELS = [
     {"nn", "sync"},
     {"train", "data", "distributed"},
     {"planner", "run"},
-    # callbacks, loggers, losses and metrics only give rooms below a public name
-    {"api.py", "resume.py", "trainer.py", "sweeps", "inference", "pretrained", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
+    # callbacks, loggers, losses, metrics and optimizers only give rooms below a public name
+    {
+        "api.py",
+        "resume.py",
+        "trainer.py",
+        "sweeps",
+        "inference",
+        "pretrained",
+        "callbacks.py",
+        "loggers.py",
+        "losses.py",
+        "metrics.py",
+        "optimizers.py",
+    },  # fmt: skip
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]
