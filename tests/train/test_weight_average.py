@@ -1,5 +1,6 @@
 """Averages of weights kept as optimizer state: what they are the mean of, where they live, and who evaluates and exports them."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.errors import OptimizerError, OptionError
 from spmd.optimizers import average_weights
 from spmd.tree import flatten
 from tests.train.served import FEATURES, MOMENTUM, data, served
@@ -122,12 +124,13 @@ def alone():
     return flatten(jax.device_get(trainer.averaged(train(trainer)[0]).params))
 
 
+RULES = (spmd.Rule("up/kernel", ("data", "model")), spmd.Rule("out/kernel", ("model", None)))
 PLACES = {
     "data_parallel-2": ("data_parallel", "data=2"),
     "data_parallel-8": ("data_parallel", "data=8"),
     "zero1-8": ("zero1", "data=8"),
     "fsdp-8": ("fsdp", "data=8"),
-    "fsdp-tensor-4x2": ("fsdp_tensor_parallel", "data=4,model=2"),
+    "fsdp-tensor-4x2": (dataclasses.replace(spmd.Layout.load("fsdp_tensor_parallel"), params=RULES), "data=4,model=2"),
     "pipeline-2x4": ("pipeline", "data=2,stage=4"),
     "server-8": (served(), "data=8"),
     "compiler-8": (spmd.Layout(gradients=spmd.Gradients("compiler")), "data=8"),
@@ -172,3 +175,127 @@ def test_average_adds_its_shard_and_no_collective(layout):
     assert more[0] - more[1] == shard + 4, "the average, and the number of updates"
     full = sum(4 * leaf.size for leaf in jax.tree.leaves(opt.average))
     assert shard == full if layout == "data_parallel" else shard < 0.25 * full
+
+
+@pytest.mark.system
+def test_average_of_a_circular_pipeline_is_in_the_order_of_the_layers():
+    """Its state keeps layers in the order of stages."""
+    layout = dataclasses.replace(spmd.Layout.load("pipeline"), pipeline=spmd.Pipeline("stage", schedule="circular", groups=2))
+    trainer = trainer_on(layout, "data=4,stage=2")
+    state, seen = train(trainer)
+    kept = flatten(jax.device_get(trainer.placed.unpacked(trainer.averaged(state).params)))["blocks/layers/kernel"]
+    np.testing.assert_allclose(kept, mean_of([weights["blocks/layers/kernel"] for weights in seen], 0.5)[-1], rtol=0, atol=2e-7)
+    assert not np.allclose(jax.device_get(state.opt.average["blocks"]["layers"]["kernel"]), kept, atol=1e-3), "the state has another order"
+
+
+def test_average_has_only_weights_that_are_trained():
+    layout = spmd.Layout(gradients=spmd.Gradients("reduce_scatter"), default=spmd.Default("shard:data"), train=spmd.Train(include="out/**"))
+    trainer = trainer_on(layout, optimizer=EMA)
+    state, seen = train(trainer, 2)
+    averaged = trainer.averaged(state)
+    assert set(flatten(state.opt.average)) == {"out/kernel", "out/bias"} == set(flatten(averaged.params))
+    np.testing.assert_allclose(averaged.params["out"]["kernel"], mean_of([w["out/kernel"] for w in seen], 0.5)[-1], rtol=0, atol=2e-7)
+    assert averaged.frozen is state.frozen
+
+
+@pytest.mark.system
+def test_average_in_memory_of_the_host():
+    layout = dataclasses.replace(spmd.Layout.load("fsdp"), memory=spmd.Memory("host"))
+    trainer = trainer_on(layout)
+    state, seen = train(trainer, 2)
+    assert state.opt.average["out"]["kernel"].sharding.memory_kind == "pinned_host"
+    averaged = trainer.averaged(state).params["out"]["kernel"]
+    assert averaged.sharding == state.params["out"]["kernel"].sharding
+    np.testing.assert_allclose(averaged, mean_of([w["out/kernel"] for w in seen], 0.5)[-1], rtol=0, atol=2e-7)
+
+
+# evaluated, exported -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def result():
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    arrays = {"x": x, "y": x[:, :1] - x[:, 1:2]}
+    how = {"loss": spmd.losses.mean_squared_error, "optimizer": average_weights(optax.sgd(0.05), decay=None), "layout": "fsdp"}
+    mesh = spmd.make_mesh("data=4", devices=jax.devices()[:4])
+    return spmd.fit(model, arrays, mesh=mesh, batch_size=32, steps=6, eval_data=arrays, eval_every=3, eval_average=True, **how), arrays
+
+
+def test_evaluation_of_the_average(result):
+    result, arrays = result
+    weights = jax.device_get(result.state.opt.average["w"])
+    loss = float(np.square(arrays["x"] @ weights - arrays["y"]).mean())
+    np.testing.assert_allclose(result.history["eval_loss"][-1], loss, rtol=1e-6)
+    assert result.averaged.evaluate(arrays)["loss"] == result.history["eval_loss"][-1]
+    assert result.evaluate(arrays)["loss"] < 0.9 * loss, "the newest weights are evaluated as before"
+
+
+def test_averaged_model_and_its_predictions(result):
+    result, arrays = result
+    weights = jax.device_get(result.state.opt.average["w"])
+    np.testing.assert_allclose(result.averaged.predict(arrays["x"]), arrays["x"] @ weights, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.averaged.model(arrays["x"]), arrays["x"] @ weights, rtol=1e-5, atol=1e-6)
+    assert np.abs(result.model(arrays["x"]) - arrays["x"] @ weights).max() > 1e-2
+    assert result.averaged is result.averaged and int(result.averaged.state.step) == 6
+
+
+def test_export_of_the_average(result, tmp_path):
+    result, arrays = result
+    exported = spmd.load_exported(result.averaged.export(tmp_path / "averaged").folder)
+    np.testing.assert_allclose(exported.predict(arrays["x"]), result.averaged.predict(arrays["x"]), rtol=1e-5, atol=1e-6)
+    assert np.abs(exported.predict(arrays["x"]) - result.predict(arrays["x"])).max() > 1e-2
+
+
+# errors --------------------------------------------------------------------------------------------------------------
+
+
+def prepare(layout="data_parallel", optimizer=EMA, **options):
+    trainer_on(layout, optimizer=optimizer, **options).prepare(data())
+
+
+def only_kernels(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+
+ERRORS = {
+    "decay of one": lambda: average_weights(MOMENTUM, decay=1),
+    "decay of text": lambda: average_weights(MOMENTUM, decay="0.9"),
+    "start below zero": lambda: average_weights(MOMENTUM, start=-1),
+    "every of nothing": lambda: average_weights(MOMENTUM, every=0),
+    "no optimizer": lambda: average_weights(optax.sgd),
+    "no params": lambda: EMA.update(jnp.ones(2), EMA.init(jnp.ones(2))),
+    "in a chain": lambda: prepare(optimizer=optax.chain(EMA, optax.scale(0.5))),
+    "masked": lambda: prepare(optimizer=optax.masked(EMA, only_kernels)),
+    "asynchronous": lambda: prepare(served(mode="asynchronous")),
+    "local": lambda: prepare(served(mode="local", every=2)),
+    "rounded updates": lambda: prepare(
+        dataclasses.replace(spmd.Layout.load("zero1"), gradients=spmd.Gradients("reduce_scatter", weights="bfloat16"))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_average_weights_that_cannot_be(name, golden):
+    with pytest.raises((OptimizerError, OptionError)) as caught:
+        ERRORS[name]()
+    golden(f"weight_average_{name.replace(' ', '_')}", str(caught.value))
+
+
+def test_average_that_is_not_kept(golden):
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((FEATURES, 5))}, lambda params, x: x @ params["w"])
+    how = {"loss": spmd.losses.cross_entropy, "optimizer": MOMENTUM}
+    trainer = spmd.Trainer(model, **how)
+    with pytest.raises(OptimizerError) as caught:
+        trainer.averaged(trainer.init())
+    golden("weight_average_that_is_not_kept", str(caught.value))
+    how |= {"batch_size": 32, "steps": 1, "eval_average": True}
+    with pytest.raises(OptimizerError) as caught:
+        spmd.fit(model, data(), eval_data=data(), **how)
+    golden("weight_average_that_is_not_kept", str(caught.value))
+    with pytest.raises(OptionError, match="eval_average is True, but there is nothing to evaluate"):
+        spmd.fit(model, data(), **how)
+
+
+def test_average_weights_may_be_a_part_of_a_chain():
+    prepare(optimizer=optax.chain(optax.clip_by_global_norm(1.0), EMA))
