@@ -77,10 +77,10 @@ def average_weights(
     def init(params: Tree) -> WeightAverage:
         return WeightAverage(tx.init(params), jnp.int32(0), jax.tree.map(_widened, params))
 
-    def update(grads: Tree, state: WeightAverage, params: Tree = None, **extra: Any) -> tuple[Tree, WeightAverage]:
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, WeightAverage]:
         if params is None:
             raise OptimizerError("average_weights: update without params.\n    fix: optimizer.update(gradients, state, params).")
-        updates, inner = tx.update(grads, state.inner, params, **extra)
+        updates, inner = tx.update(updates, state.inner, params, **extra)
         count = state.updates + 1
         averaged, beyond = (count - start) // every, (count - start) % every
         rate = _rate(jnp.maximum(averaged, 1), decay)
@@ -143,7 +143,7 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
             fix = '[gradients] weights = "exact".'
         elif missing:
             problem = f"it does not see {join_names(missing, 3)}."
-            fix = "average_weights(...) around the whole optimizer, not inside optax.masked or optax.partition."
+            fix = "average_weights(...) around the entire optimizer, not inside optax.masked or optax.partition."
         elif not last:
             problem = "a transformation behind it in optax.chain changes its updates."
             fix = "average_weights(optax.chain(...)), around all of them."
