@@ -81,8 +81,8 @@ def machine_folder(folder: Path) -> Path:
 def misordered() -> str:
     """Why this process must not load any program; "" if it may.
 
-    Since 0.11.2, jaxlib loads a program for several CPU devices without the order of its collectives across loops: two of them that meet
-    give wrong values or end the process (0.12.0.1 too; 0.11.1 and programs that are compiled are right; GPUs have another loader).
+    Since 0.11.2, jaxlib loads a program for several CPU devices without the order of its collectives across loops: two that run at the same
+    time give wrong values or end the process (0.12.0.1 too; 0.11.1 and programs that are compiled are right; GPUs have another loader).
     """
     if jax.default_backend() != "cpu" or jax.device_count() == 1 or jaxlib.version.__version_info__ < MISORDERED:
         return ""

@@ -47,7 +47,7 @@ class StepDispatcher:
         return self._config.source.threaded and jax.process_count() > 1 and self._control.steps_done()
 
     def may_have_more_batches(self) -> bool:
-        """Whether the epoch may go on after the last step, as far as its length is known: then a run that resumes looks for the rest."""
+        """Whether the epoch may have more batches after the last step, as far as its length is known: a run that resumes looks for them."""
         return self._run.position.batch != self._config.source.steps_per_epoch
 
     def _dispatch(self, batch: Batch) -> None:

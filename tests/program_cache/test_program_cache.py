@@ -202,7 +202,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """Its weights are gathered in loops and outside; with two microbatches that are reduced at the end, these can meet."""
+    """Its weights are gathered in loops and outside; with two microbatches that are reduced at the end, both can happen at once."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
