@@ -81,17 +81,15 @@ def average_weights(
         if params is None:
             raise OptimizerError("average_weights: update without params.\n    fix: optimizer.update(gradients, state, params).")
         updates, inner = tx.update(updates, state.inner, params, **extra)
-        count = state.updates + 1
-        averaged, beyond = (count - start) // every, (count - start) % every
-        rate = _rate(jnp.maximum(averaged, 1), decay)
-        newest, keeps = averaged <= 0, beyond != 0  # where there is no average yet; where these weights are not averaged
+        since = state.updates + 1 - start
+        rate = _rate(jnp.maximum(since // every, 1), decay)
 
         def step(average: jax.Array, weight: jax.Array) -> jax.Array:
             moved = average + rate.astype(average.dtype) * (weight - average) if jnp.issubdtype(average.dtype, jnp.inexact) else weight
-            return jnp.where(newest | ((averaged == 1) & ~keeps), weight, jnp.where(keeps, average, moved))
+            return jnp.where(since <= every, weight, jnp.where(since % every == 0, moved, average))
 
         weights = jax.tree.map(_widened, optax.apply_updates(params, updates))
-        return updates, WeightAverage(inner, count, jax.tree.map(step, state.average, weights))
+        return updates, WeightAverage(inner, state.updates + 1, jax.tree.map(step, state.average, weights))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -163,10 +163,13 @@ def collectives(text):
 @pytest.mark.system
 @pytest.mark.parametrize("layout", ["data_parallel", "zero1", "fsdp"])
 def test_average_adds_its_shard_and_no_collective(layout):
-    compiled = {}
+    compiled, weights = {}, {}
     for name, optimizer in (("plain", MOMENTUM), ("averaged", EMA)):
         trainer = trainer_on(layout, optimizer=optimizer)
         compiled[name] = trainer.prepare(data())[0].compile()
+        weights[name] = train(trainer)[1][-1]
+    for path, weight in weights["plain"].items():
+        np.testing.assert_array_equal(weights["averaged"][path], weight, err_msg=path)
     plain, averaged = (collectives(compiled[name].as_text()) for name in ("plain", "averaged"))
     assert plain and averaged == plain
     opt = trainer.abstract_state.opt
