@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from spmd.errors import OptimizerError, OptionError, check_integer, join_names, short_repr
@@ -82,10 +83,12 @@ def average_weights(
             raise OptimizerError("average_weights: update without params.\n    fix: optimizer.update(gradients, state, params).")
         updates, inner = tx.update(updates, state.inner, params, **extra)
         since = state.updates + 1 - start
-        rate = _rate(jnp.maximum(since // every, 1), decay)
 
         def step(average: jax.Array, weight: jax.Array) -> jax.Array:
-            moved = average + rate.astype(average.dtype) * (weight - average) if jnp.issubdtype(average.dtype, jnp.inexact) else weight
+            moved = weight
+            if jnp.issubdtype(average.dtype, jnp.inexact):
+                rate = _rate(jnp.maximum(since // every, 1).astype(jnp.finfo(average.dtype).dtype), decay)
+                moved = average + rate.astype(average.dtype) * (weight - average)
             return jnp.where(since <= every, weight, jnp.where(since % every == 0, moved, average))
 
         weights = jax.tree.map(_widened, optax.apply_updates(params, updates))
@@ -94,16 +97,15 @@ def average_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _rate(count: jax.Array, decay: float | None) -> jax.Array:
+def _rate(number: jax.Array, decay: float | None) -> jax.Array:
     """How far the average moves towards the n-th weights: 1 / sum_k decay^(n-k)."""
-    number = count.astype(jnp.float32)
-    return 1 / number if decay is None else (decay - 1) / jnp.expm1(number * math.log(decay))
+    return 1 / number if decay is None else (float(decay) - 1) / jnp.expm1(number * math.log(decay))
 
 
 def _widened(leaf: Any) -> jax.Array:
     """A copy; of floats, in at least 32 bits."""
     leaf = jnp.asarray(leaf)
-    wide = jnp.promote_types(leaf.dtype, jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.dtype
+    wide = np.promote_types(leaf.dtype, np.float32) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.dtype
     return jnp.array(leaf, wide, copy=True)
 
 

@@ -102,11 +102,10 @@ class Stack(nnx.Module):
         return self.out(nnx.relu(self.blocks(self.up(x))))
 
 
-def trainer_on(layout="data_parallel", mesh="data=8", optimizer=EMA, model=Stack, **options):
-    devices = jax.devices()[: spmd.MeshSpec.parse(mesh).size]
-    mesh = spmd.make_mesh(mesh, devices=devices)
-    build = lambda: model(nnx.Rngs(0))  # noqa: E731
-    return spmd.Trainer(build, loss=spmd.losses.cross_entropy, optimizer=optimizer, mesh=mesh, layout=layout, **options)
+def trainer_on(layout="data_parallel", mesh="data=8", optimizer=EMA):
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
+    how = {"loss": spmd.losses.cross_entropy, "optimizer": optimizer, "mesh": mesh, "layout": layout}
+    return spmd.Trainer(lambda: Stack(nnx.Rngs(0)), **how)
 
 
 def train(trainer, steps=4):
@@ -250,11 +249,30 @@ def test_export_of_the_average(result, tmp_path):
     assert np.abs(exported.predict(arrays["x"]) - result.predict(arrays["x"])).max() > 1e-2
 
 
+@pytest.mark.system
+def test_average_of_a_trial_of_a_sweep(result):
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+    arrays = result[1]
+    how = {"loss": spmd.losses.mean_squared_error, "batch_size": 32, "steps": 6, "shuffle": False}
+    found = spmd.sweep(
+        lambda: model,
+        arrays,
+        space={"rate": [0.015625, 0.0625]},
+        search="grid",
+        optimizer=lambda rate: average_weights(optax.inject_hyperparams(optax.sgd)(rate), decay=None),
+        **how,
+    )
+    alone = spmd.fit(model, arrays, optimizer=average_weights(optax.sgd(0.0625), decay=None), mesh="data=8", **how)
+    trial = next(trial for trial in found.trials if trial.values["rate"] == 0.0625).result()
+    np.testing.assert_allclose(trial.averaged.state.params["w"], alone.averaged.state.params["w"], rtol=0, atol=2e-7)
+    assert np.abs(trial.averaged.state.params["w"] - np.asarray(trial.state.params["w"])).max() > 1e-3
+
+
 # errors --------------------------------------------------------------------------------------------------------------
 
 
-def prepare(layout="data_parallel", optimizer=EMA, **options):
-    trainer_on(layout, optimizer=optimizer, **options).prepare(data())
+def prepare(layout="data_parallel", optimizer=EMA):
+    trainer_on(layout, optimizer=optimizer).prepare(data())
 
 
 def only_kernels(params):
