@@ -36,9 +36,10 @@ from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
 from spmd.run.goodput import COMPILING, Goodput
 from spmd.run.history import History
-from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
+from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
+from spmd.run.run_facts import RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.time_account import TimeAccount
@@ -245,7 +246,9 @@ def fit(
         start_point = start(store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA)
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
-        outputs, display = _outputs(store, trainer, outputs, display, start_point, room, resumes=resumes)
+        lengths = {"batch_size": program.rows, "epochs": schedule.epochs, "steps": schedule.steps, "log_every": log_every}
+        describe = functools.partial(_facts, store, trainer, meta, start_point, lengths, resumes=resumes)
+        outputs, display = _outputs(store, trainer, outputs, display, start_point, room, describe, resumes=resumes)
         loop_config = LoopConfig(
             program=program,
             source=reader,
@@ -352,6 +355,29 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
             raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))
 
 
+def _facts(
+    store: CheckpointStore | None,
+    trainer: Trainer,
+    meta: Mapping[str, Any],
+    start_point: StartPoint,
+    lengths: Mapping[str, int | None],
+    *,
+    resumes: bool,
+) -> RunFacts:
+    """What loggers may know about the run."""
+    folder = None if store is None else store.folder
+    config = {
+        "layout": meta["layout"],
+        "mesh": meta["mesh"],
+        **{name: value for name, value in lengths.items() if value is not None},
+        **meta["options"],
+        "seed": trainer.placed.config.seed,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
+        **environment(),
+    }
+    return RunFacts(config, folder, int(start_point.state.step), resumes, *run_id(folder, resumes=resumes))
+
+
 def _outputs(
     store: CheckpointStore | None,
     trainer: Trainer,
@@ -359,6 +385,7 @@ def _outputs(
     display: Any,
     start_point: StartPoint,
     room: str | None,
+    describe: Callable[[], RunFacts],
     *,
     resumes: bool,
 ) -> tuple[list[Logger], Any]:
@@ -370,6 +397,7 @@ def _outputs(
         with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
             (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
+    lines = begin_loggers(loggers, describe)
     step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
     if step:
         # earlier records with a later step belong to the interrupted run
@@ -381,7 +409,7 @@ def _outputs(
             logging.getLogger("spmd").warning(text)
     elif began_before and store is not None:
         logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
-    for line in [*trainer.notes(), *([room] if room else [])]:
+    for line in [*lines, *trainer.notes(), *([room] if room else [])]:
         display.say(line)
         if isinstance(display, NoProgress) and line.startswith("note:"):
             logging.getLogger("spmd").warning(line)  # notes about waste are logged even without a progress display

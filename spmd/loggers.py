@@ -1,5 +1,7 @@
-"""Public names for loggers; see `spmd.run.loggers`."""
+"""Public names for loggers; see `spmd.run.loggers` and `spmd.run.trackers`."""
 
 from spmd.run.loggers import JsonLines, Logger, TensorBoard
+from spmd.run.run_facts import RunFacts
+from spmd.run.trackers import MLflow, Tracker, Trackio, Wandb
 
-__all__ = ["JsonLines", "Logger", "TensorBoard"]
+__all__ = ["JsonLines", "Logger", "MLflow", "RunFacts", "TensorBoard", "Tracker", "Trackio", "Wandb"]

@@ -1,5 +1,5 @@
 """Metrics for the common shapes of batches."""
 
-from spmd.train.metrics import PerExample, accuracy, mean_absolute_error
+from spmd.train.metrics import PerExample, accuracy, f1, mean_absolute_error, precision, recall, top_k
 
-__all__ = ["PerExample", "accuracy", "mean_absolute_error"]
+__all__ = ["PerExample", "accuracy", "f1", "mean_absolute_error", "precision", "recall", "top_k"]

@@ -2,18 +2,22 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from spmd.errors import OptionError, import_extra, raise_callback_errors, short_repr, type_name
+from spmd.run.run_facts import RunFacts
 from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 
 class Logger(Protocol):
-    """Anything with these two methods is a logger. Only process 0 calls it."""
+    """Anything with these two methods is a logger. Only process 0 calls it.
+
+    A logger that also has a method `begin(facts)` gets a `RunFacts` before the first record, and may return a line to show.
+    """
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record: "step", and numbers by name. A record without numbers describes an event."""
@@ -78,6 +82,20 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
+
+
+def begin_loggers(loggers: Sequence[Logger], make_facts: Callable[[], RunFacts]) -> list[str]:
+    """Call `begin` of the loggers that have it; returns the lines to show.
+
+    Raises:
+      CallbackError: one of them raises.
+    """
+    having: list[Any] = [logger for logger in loggers if callable(getattr(logger, "begin", None))]
+    facts, lines = make_facts() if having else None, []
+    for logger in having:
+        with raise_callback_errors(lambda: f"logger {type(logger).__name__}.begin"):
+            lines.append(logger.begin(facts))
+    return [line for line in lines if line]
 
 
 def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ a pair until a person reads it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import DataError, LossError, OptionError, did_you_mean, short_repr
+from spmd.errors import DataError, LossError, OptionError, check_integer, did_you_mean, short_repr
 from spmd.tree import describe
 
 INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
@@ -27,6 +28,7 @@ class PerExample:
     """A loss or metric that calls the model once on the inputs and compares with the targets, row by row.
 
     `function(outputs, targets)` gives one value per row, or one for each position of a row, [rows, ...], of which the row's is the mean.
+    Or it gives two such arrays, of which the metric is the ratio of the sums over all rows: what was counted, and of how many.
     Those that share `inputs` share one forward pass, and so are measured during training at no cost.
 
     With `mask` or `ignore` the mean is over the positions that count, over all rows of the batch, as (sum, count).
@@ -39,7 +41,7 @@ class PerExample:
       -100
     """
 
-    function: Callable[[Any, Any], jax.Array]
+    function: Callable[[Any, Any], jax.Array | tuple[jax.Array, jax.Array]]
     name: str
     inputs: str | None = None
     targets: str | None = None
@@ -94,16 +96,20 @@ class PerExample:
         inputs, targets = self.split(batch)
         if self.mask is None and self.ignore is None:
             values = self.function(model(inputs), targets)
+            if isinstance(values, tuple):
+                return tuple(per_row(value, jnp.sum) for value in values)
             return per_row(values) if getattr(values, "ndim", 0) > 1 else values
         counts = self.counts(batch)
         values = self.function(model(inputs), jnp.where(counts, targets, jnp.zeros_like(targets)))
-        if values.shape != counts.shape:
-            raise LossError(
-                f"{self.name}: {describe(values)} for targets {describe(targets)}, so positions cannot be left out.\n"
-                "    fix: a function with one value for each target."
-            )
-        values = jnp.where(self.no_mask(batch), jnp.nan, jnp.where(counts, values.astype(jnp.float32), 0.0))
-        return values.sum(), counts.sum(dtype=jnp.float32)
+        numbers, of = values if isinstance(values, tuple) else (values, jnp.ones(counts.shape))
+        for value in (numbers, of):
+            if value.shape != counts.shape:
+                raise LossError(
+                    f"{self.name}: {describe(value)} for targets {describe(targets)}, so positions cannot be left out.\n"
+                    "    fix: a function with one value for each target."
+                )
+        numbers = jnp.where(self.no_mask(batch), jnp.nan, jnp.where(counts, numbers.astype(jnp.float32), 0.0))
+        return numbers.sum(), jnp.where(counts, of.astype(jnp.float32), 0.0).sum()
 
     def counts(self, batch: Any) -> jax.Array:
         """Which targets count, as `mask` and `ignore` say."""
@@ -139,10 +145,10 @@ class PerExample:
         return mask
 
 
-def per_row(values: jax.Array) -> jax.Array:
-    """The mean over everything but dim 0, in float32."""
+def per_row(values: jax.Array, over: Callable[..., jax.Array] = jnp.mean) -> jax.Array:
+    """The mean, or another function, over everything but dim 0, in float32."""
     values = values.astype(jnp.float32)
-    return values.mean(axis=tuple(range(1, values.ndim))) if values.ndim > 1 else values
+    return over(values, axis=tuple(range(1, values.ndim))) if values.ndim > 1 else values
 
 
 def same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
@@ -171,15 +177,123 @@ mean_absolute_error = PerExample(_mean_absolute_error, "spmd.metrics.mean_absolu
 """Mean of |output - target| over everything but dim 0."""
 
 
+def _hits(name: str, outputs: jax.Array, targets: jax.Array, positive: int) -> tuple[jax.Array, jax.Array]:
+    """Which outputs, and which targets, are the positive class: the largest logit of a row, or one logit above 0."""
+    if outputs.shape == targets.shape:
+        found = jnp.where(outputs > 0, 1, 0)
+    else:
+        same_shape(name, outputs[..., 0], targets)
+        found = outputs.argmax(axis=-1)
+        if not 0 <= positive < outputs.shape[-1]:
+            raise LossError(f"{name}(positive={positive}): the outputs are {describe(outputs)}.", fix="a number of one of their classes.")
+    return found == positive, targets == positive
+
+
+@functools.cache
+def top_k(k: int) -> PerExample:
+    """A metric: the share of rows (and positions) whose integer target is among the k largest logits; equal logits count for the target.
+
+    Args:
+      k: from 1 to the number of classes.
+
+    Raises:
+      OptionError: k is no such number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> logits = jnp.array([[0.1, 0.3, 0.2], [0.9, 0.1, 0.0]])
+      >>> top_k(2).function(logits, jnp.array([2, 2])).tolist()
+      [1.0, 0.0]
+    """
+    check_integer(k, "top_k: k", 1)
+
+    def function(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        same_shape("top_k", outputs[..., 0], targets)
+        if k > outputs.shape[-1]:
+            raise LossError(f"top_k({k}): the outputs are {describe(outputs)}.", fix=f"at most {outputs.shape[-1]}.")
+        mine = jnp.where(jnp.arange(outputs.shape[-1]) == targets[..., None], outputs, -jnp.inf).max(axis=-1, keepdims=True)
+        known = (targets >= 0) & (targets < outputs.shape[-1])
+        return (known & ((outputs > mine).sum(axis=-1) < k)).astype(jnp.float32)
+
+    return PerExample(function, f"spmd.metrics.top_k({k})")
+
+
+@functools.cache
+def precision(positive: int = 1) -> PerExample:
+    """A metric: of the rows (and positions) that the model takes for a class, the share that is; without any, nothing is counted.
+
+    Sums are taken over all rows before they are divided, so it is exact over batches and workers.
+
+    Args:
+      positive: the class; of outputs that are one logit each, shaped like the targets, 1 is a logit above 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> right, of = precision().function(jnp.array([2.0, 1.0, -1.0]), jnp.array([1, 0, 1]))
+      >>> float(right.sum() / of.sum())
+      0.5
+    """
+    check_integer(positive, "precision: positive", 0)
+
+    def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found, true = _hits("precision", outputs, targets, positive)
+        return found & true, found
+
+    return PerExample(function, "spmd.metrics.precision")
+
+
+@functools.cache
+def recall(positive: int = 1) -> PerExample:
+    """A metric: of the rows (and positions) that are of a class, the share that the model takes for it; arguments as of `precision`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> right, of = recall().function(jnp.array([2.0, 1.0, -1.0, 3.0]), jnp.array([1, 0, 1, 1]))
+      >>> round(float(right.sum() / of.sum()), 4)
+      0.6667
+    """
+    check_integer(positive, "recall: positive", 0)
+
+    def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found, true = _hits("recall", outputs, targets, positive)
+        return found & true, true
+
+    return PerExample(function, "spmd.metrics.recall")
+
+
+@functools.cache
+def f1(positive: int = 1) -> PerExample:
+    """A metric: the harmonic mean of precision and recall of a class; arguments as of `precision`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> right, of = f1().function(jnp.array([2.0, 1.0, -1.0, 3.0]), jnp.array([1, 0, 1, 1]))
+      >>> round(float(right.sum() / of.sum()), 4)  # 2 right, 1 wrong, 1 missed
+      0.6667
+    """
+    check_integer(positive, "f1: positive", 0)
+
+    def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found, true = _hits("f1", outputs, targets, positive)
+        return 2 * (found & true), found.astype(jnp.int32) + true
+
+    return PerExample(function, "spmd.metrics.f1")
+
+
 def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A metric's value as (sum, count) over the rows whose weight is 1.
 
-    Accepts a (sum, count) pair, one value per row, or a scalar, taken as the mean over these rows. Rows of weight 0 are
-    left out with `where`, so that a NaN in padding cannot spread.
+    Accepts a (sum, count) pair, a pair of both for each row, one value per row, or a scalar, taken as the mean over these rows. Rows of
+    weight 0 are left out with `where`, so that a NaN in padding cannot spread.
     """
     count = weights.sum()
     if isinstance(value, tuple | list) and len(value) == 2:
-        return jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32)
+        pair = [jnp.asarray(number, jnp.float32) for number in value]
+        if [number.shape for number in pair] == 2 * [weights.shape]:
+            pair = [jnp.where(weights > 0, number, 0).sum() for number in pair]
+        if [number.shape for number in pair] == [(), ()]:
+            return pair[0], pair[1]
+        raise LossError(f'metric "{name}" is a pair of {" and ".join(map(describe, pair))}.', fix="two scalars, or two values per example.")
     value = jnp.asarray(value)
     if value.shape == weights.shape:
         return jnp.where(weights > 0, value.astype(jnp.float32), 0).sum(), count

@@ -219,12 +219,16 @@ def walked(
 
 
 def mean_over_rows(found: Sequence[Value], shape: tuple[int, ...]) -> bool:
-    """Whether it may be taken in parts: one value per row or a scalar, of this shape, or (sum, count)."""
-    if len(found) == 2:
+    """Whether it may be taken in parts: one value per row or a scalar, of this shape, or (sum, count), which may be of each row."""
+    if len(found) == 2 and not shape:
         total, count = found
         counted = isinstance(count, Summed) and isinstance(total, Summed) and count.power == total.power
         return counted or (isinstance(total, Summed) and isinstance(count, Fixed) and count.power == total.power + 1)
-    return found[0] == PerRow(0) if shape else found[0] == Summed(-1) or (isinstance(found[0], Fixed) and not found[0].power)
+    return (
+        all(value == PerRow(0) for value in found)
+        if shape
+        else found[0] == Summed(-1) or (isinstance(found[0], Fixed) and not found[0].power)
+    )
 
 
 def proved(

@@ -1,0 +1,93 @@
+"""A run with a tracker, in a process that may kill itself; or what the tracker stored, read by its API. Its argument is JSON."""
+
+import collections
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def train(*, kind, folder, kill, steps, seconds):
+    import spmd
+
+    spmd.simulate_devices(8)
+    from small import fit, numbers
+
+    before = list(Path.cwd().iterdir())
+    log = getattr(spmd.loggers, kind)("digits", checkpoints=True, seconds=seconds)
+    if list(Path.cwd().iterdir()) == before:
+        print("nothing is made by construction")
+    first = []
+
+    def watch(info):
+        first.append(info.step)
+        if info.step == kill:
+            until = time.monotonic() + 120
+            saved = Path(folder, "checkpoints", f"{(kill - 1) // 100 * 100}")
+            while not saved.exists() or log._last.get("loss", 0) < kill - 1:
+                if time.monotonic() > until:
+                    sys.exit("nothing arrived")
+                time.sleep(0.05)
+            time.sleep(2)  # trackio's thread writes every half second
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint = spmd.Checkpoint(folder, every=100)
+    options = {"steps": steps, "log_every": 1, "eval_data": numbers(40, 1), "eval_every": 60, "resume": True, "progress": True}
+    result = fit(numbers(160), loggers=[log], callbacks=[watch], checkpoint=checkpoint, **options)
+    print(f"done {int(result.state.step)}, began after {first[0] - 1}")
+
+
+def read_mlflow():
+    client = importlib.import_module("mlflow").MlflowClient()
+    runs = [run for each in client.search_experiments() for run in client.search_runs([each.experiment_id])]
+    (run,) = runs
+    steps = {name: [point.step for point in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
+    files = [file.path for file in client.list_artifacts(run.info.run_id)]
+    return {"runs": [run.info.run_id for run in runs], "steps": steps, "config": run.data.params, "files": files}
+
+
+def read_trackio():
+    storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    runs, steps = list(importlib.import_module("trackio").Api().runs("digits")), collections.defaultdict(list)
+    (run,) = runs
+    for row in storage.get_logs("digits", run.name, run_id=run.id):
+        for name in row:
+            steps[name].append(row["step"])
+    files = [each["name"].removeprefix(f"{run.name}-") for each in storage.list_artifacts("digits")]
+    return {"runs": [run.id for run in runs], "steps": steps, "config": run.config, "files": files}
+
+
+def read_wandb():
+    """All attempts' files: wandb reads a run back only from a server."""
+    from spmd.run.trackers import offline_messages, offline_rows
+
+    record_class = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+    steps, config, runs = collections.defaultdict(list), {}, set()
+    folders = sorted(Path("run/wandb").glob("offline-run-*"))
+    parts = []
+    for folder in folders:
+        (path,) = folder.glob("*.wandb")
+        rows = list(offline_rows(path))
+        parts.append(len(rows))
+        for step, names in rows:
+            for name in names:
+                steps[name].append(step)
+        for message in offline_messages(path):
+            record = record_class.FromString(message)
+            if record.HasField("run"):
+                runs.add(record.run.run_id)
+                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    if len(parts) != 2 or not all(parts):
+        sys.exit(f"both attempts should have rows: {parts}")
+    return {"runs": sorted(runs), "steps": steps, "config": config, "files": os.listdir(folders[-1] / "files")}
+
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    if "read" in options:
+        print(json.dumps({"MLflow": read_mlflow, "Trackio": read_trackio, "Wandb": read_wandb}[options["read"]]()))
+    else:
+        train(**options)
