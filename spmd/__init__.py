@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_MODULES = ("callbacks", "data", "errors", "launch", "loggers", "losses", "metrics", "nn", "pretrained", "viz", "wire")
+_MODULES = ("callbacks", "data", "errors", "launch", "loggers", "losses", "metrics", "nn", "optimizers", "pretrained", "viz", "wire")
 _NAMES = {
     "spmd.api": ("Result", "fit"),
     "spmd.distributed.initialize": ("join",),
@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
         losses as losses,
         metrics as metrics,
         nn as nn,
+        optimizers as optimizers,
         pretrained as pretrained,
         viz as viz,
         wire as wire,

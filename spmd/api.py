@@ -46,6 +46,7 @@ from spmd.run.time_account import TimeAccount
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
+from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
 from spmd.user_paths import wrap_os_errors
@@ -96,6 +97,17 @@ class Result:
         """The last step and the curves, for a notebook."""
         return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}"
 
+    @functools.cached_property
+    def averaged(self) -> "Result":
+        """The same with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the last weights.
+
+        So `result.averaged.model` has them, `result.averaged.export(folder)` writes them, and so on. Its history is that of the run.
+
+        Raises:
+          OptimizerError: the optimizer keeps no average.
+        """
+        return dataclasses.replace(self, state=self.trainer.averaged(self.state))
+
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Exact means of loss and metrics over `data`, in evaluation mode."""
         return self.trainer.evaluate(self.state, data, batch_size=batch_size)
@@ -123,6 +135,7 @@ def fit(
     steps: int | None = None,
     eval_data: Any = None,
     eval_every: int | None = None,
+    eval_average: bool = False,
     metrics: Mapping[str, Callable[..., Any]] | None = None,
     checkpoint: str | Path | Checkpoint | None = None,
     resume: bool | str = False,
@@ -158,6 +171,7 @@ def fit(
       batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
       epochs, steps: the length of the run; give one of them, or neither for one epoch.
       eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
+      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` keeps, and not the newest weights.
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
       checkpoint: a folder, or a `Checkpoint` with more options. `resume=True` resumes from the newest checkpoint there, on the same
@@ -216,12 +230,13 @@ def fit(
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
+    measure = trainer.measure_averaged if eval_average else trainer.measure
     hooks, outputs, display = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
-    eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
+    eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     meta = about_run(trainer, reader, program)
-    facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}
+    facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
     _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
@@ -239,7 +254,7 @@ def fit(
             source=reader,
             placer=placer,
             schedule=schedule,
-            evaluate=None if eval_data is None else functools.partial(trainer.measure, data=eval_data, retries=data_retries),
+            evaluate=None if eval_data is None else functools.partial(measure, data=eval_data, retries=data_retries),
             callbacks=hooks,
             loggers=outputs,
             progress=display,
@@ -317,14 +332,17 @@ def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log
 
 
 def _check_evaluation(
-    eval_data: Any, eval_every: int | None, config: Checkpoint | None, trainer: Trainer, program: Program
+    eval_data: Any, eval_every: int | None, eval_average: bool, config: Checkpoint | None, trainer: Trainer, program: Program
 ) -> tuple[str, ...]:
     """The metrics of the evaluation; options that concern an evaluation are refused without one."""
-    for name, value in (("eval_every", eval_every), ("Checkpoint(best=...)", config.best if config is not None else None)):
+    best = config.best if config is not None else None
+    for name, value in (("eval_every", eval_every), ("eval_average", eval_average or None), ("Checkpoint(best=...)", best)):
         if eval_data is None and value is not None:
             raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.", fix="eval_data=..., or leave it out.")
     if eval_data is None:
         return ()
+    if eval_average:
+        average_of(trainer.abstract_state.opt)
     return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.eval_names
 
 

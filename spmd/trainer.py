@@ -337,6 +337,20 @@ class Trainer:
                     count += 1
                     yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
 
+    def averaged(self, state: State) -> State:
+        """The state with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the weights.
+
+        It can be evaluated, exported, rebuilt as a model, and passed to `predict`; all but the weights is that of `state`.
+
+        Raises:
+          OptimizerError: the optimizer keeps no average.
+
+        Example:
+          trainer.evaluate(trainer.averaged(state), test_data, batch_size=128)
+        """
+        check_alive(state)
+        return self._placed.averaged(state)
+
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short.
 
@@ -359,6 +373,10 @@ class Trainer:
         batches = uneven_batches.require_equal_counts(placed, "the evaluation's data") if reader.threaded else placed
         with watchdog.current().in_phase("eval"):
             return measured(program, placer, state, batches, stops)
+
+    def measure_averaged(self, state: State, stops: Callable[[int], bool], data: Any, *, retries: int = 0) -> dict[str, float] | None:
+        """As `measure`, of the average of the weights."""
+        return self.measure(self.averaged(state), stops, data, retries=retries)
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""

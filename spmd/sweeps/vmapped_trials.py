@@ -59,11 +59,12 @@ class VmappedTrials:
             why = f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not support.'
             raise LayoutError(why, fix='[gradients] reduction = "all_reduce".')
         try:
-            jax.eval_shape(lambda values: self._optimizer(values).init(placed.abstract_state.params), self._abstract_values())
+            params = abstract(placed.abstract_state.params)
+            jax.eval_shape(lambda values, params: self._optimizer(values).init(params), self._abstract_values(), params)
         except SpmdError:
             raise
         except Exception as error:
-            fix = "no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
+            fix = "no float() of such a value, which is an argument of the program."
             raise OptimizerError(f"the optimizer's init fails on traced values: {first_line(error)}", fix=fix) from error
 
     def compare(self) -> None:

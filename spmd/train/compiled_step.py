@@ -50,6 +50,7 @@ from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
 from spmd.train.synchronous import Synchronous
+from spmd.train.weight_average import check_average
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
@@ -84,6 +85,7 @@ class Program:
         # what in a batch makes the loss NaN, as the end of a sentence
         self.nan_causes = nan_causes(self._train_objective.loss, self._train_objective.outputs)
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
+        check_average(placed.abstract_state.opt, placed.abstract_state.params, placed.resolved, placed.exchange)
         placed.parallel.check_used(placed.resolved.layout.source, chosen)
         check_pipeline(placed)
         placed.exchange.check_rounding()

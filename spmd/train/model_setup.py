@@ -34,7 +34,7 @@ from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
 from spmd.train.choose_frozen import choose_frozen, with_adapters
 from spmd.train.device_memory import memory_limit, tree_on_device
-from spmd.train.host_memory import check_memory
+from spmd.train.host_memory import check_memory, to_device
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype
@@ -53,6 +53,7 @@ from spmd.train.state import (
     state_shardings,
     take,
 )
+from spmd.train.weight_average import average_of
 from spmd.tree import Tree, flatten
 from spmd.wire.server.events import Events
 
@@ -200,6 +201,17 @@ class PlacedModel:
     def unpacked(self, params: Tree) -> Tree:
         """The parameters of a state as the model itself has them."""
         return params if self.packing is None else jax.jit(self.packing.unpack)(params)
+
+    def averaged(self, state: State) -> State:
+        """A state with the average of the weights in place of the weights, in their dtypes and shardings."""
+        return dataclasses.replace(state, params=self._place_average(average_of(state.opt)))
+
+    @functools.cached_property
+    def _place_average(self) -> Callable[[Tree], Tree]:
+        def place(average: Tree) -> Tree:
+            return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), to_device(average), self._abstract.params)
+
+        return jax.jit(place, out_shardings=self.shardings.params)
 
     def variables(self, state: State) -> Variables:
         """The arrays of a state, as `given` has them."""

@@ -11,6 +11,10 @@ from spmd.errors import CheckpointError, DataError, DeviceMemoryError, LayoutErr
 from spmd.sweeps.scheduler import SweepRunner
 
 
+def reads_its_rate(learning_rate):
+    return optax.GradientTransformation(lambda params: float(learning_rate), lambda grads, state, params: (grads, state))
+
+
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
@@ -62,7 +66,7 @@ from spmd.sweeps.scheduler import SweepRunner
             "the data to evaluate does not fit: the loss fails on a batch of {x: float32[32, 4], y: int32[32]}: TypeError",
         ),
         ({"metrics": [spmd.metrics.accuracy]}, OptionError, "is not a dict"),
-        ({"optimizer": lambda learning_rate: optax.inject_hyperparams(optax.adam)(learning_rate)}, OptimizerError, "no optax.inject_hyper"),
+        ({"optimizer": reads_its_rate}, OptimizerError, "no float() of such a value"),
     ],
 )
 def test_sweep_refuses_bad_arguments_before_compiling(more, error, message):

@@ -1,0 +1,166 @@
+"""Averages of weights, as optimizer state: sharded, saved and resumed like the optimizer's moments."""
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmd.errors import OptimizerError, OptionError, check_integer, join_names, short_repr
+from spmd.layout.resolve import Resolved
+from spmd.sync.gradient_sync import GradientSync
+from spmd.train.state import check_optimizer
+from spmd.tree import Tree, flatten
+
+
+class WeightAverage(NamedTuple):
+    """The state of `average_weights`.
+
+    Attributes:
+      inner: of the optimizer.
+      updates: int32 scalar, updates made so far.
+      average: of the weights, shaped and sharded as the optimizer's moments are; float32 for those of fewer bits.
+    """
+
+    inner: Any
+    updates: jax.Array
+    average: Tree
+
+
+def average_weights(
+    optimizer: Any, decay: float | None = 0.999, *, start: int = 0, every: int = 1
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that also keeps an average of the weights in its state (`WeightAverage`); its updates are those of `optimizer`.
+
+    With w_1 .. w_n for the weights after updates start + every, start + 2 every, ..., the average is
+    sum_k decay^(n-k) w_k / sum_k decay^(n-k). So it needs no warm-up: the weights at step 0 are no part of it, and the first n weights
+    count nearly the same until n is about 1 / (1 - decay). Before w_1 there is nothing to average, and the average is the newest weights.
+
+    With a `decay` it is an exponential moving average, with the correction for the start that Adam has (Kingma and Ba, arXiv:1412.6980,
+    section 3). None is decay = 1, the equal average: of all iterates (Polyak and Juditsky 1992), or, with `every` the steps of a cycle
+    of the learning rate, or of an epoch, stochastic weight averaging (SWA, Izmailov et al., arXiv:1803.05407, algorithm 1).
+
+    It must see the updates as the weights get them, so it goes around all of the optimizer:
+    `average_weights(optax.chain(clip, adamw))`. Only `optax.MultiSteps` and `optax.apply_if_finite` go around it, so that steps without an
+    update do not count. Batch statistics are not averaged.
+
+    `Trainer.averaged` and `Result.averaged` evaluate, export and save the averaged weights; `fit(eval_average=True)` evaluates them.
+
+    Args:
+      optimizer: any optax gradient transformation. `update` then needs `params`.
+      decay: from 0 to 1, exclusive; None for the equal average.
+      start: updates before the first average.
+      every: updates between the weights that are averaged.
+
+    Raises:
+      OptimizerError: `optimizer` is no gradient transformation, or `update` has no `params`.
+      OptionError: `decay`, `start` or `every` is out of range.
+
+    Example:
+      >>> optimizer = average_weights(optax.sgd(1.0), decay=None)
+      >>> params = jnp.float32(0)
+      >>> state = optimizer.init(params)
+      >>> for gradient in (-1.0, -1.0, -4.0):  # the weights are 1, 2 and 6
+      ...     updates, state = optimizer.update(jnp.float32(gradient), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> float(params), float(state.average)
+      (6.0, 3.0)
+    """
+    tx = check_optimizer(optimizer)
+    if decay is not None and (isinstance(decay, bool) or not isinstance(decay, numbers.Real) or not 0 < decay < 1):
+        raise OptionError(f"average_weights: decay={short_repr(decay)}.", fix="such as 0.999, between 0 and 1; None for the equal average.")
+    check_integer(start, "average_weights: start", 0)
+    check_integer(every, "average_weights: every")
+
+    def init(params: Tree) -> WeightAverage:
+        return WeightAverage(tx.init(params), jnp.int32(0), jax.tree.map(_widened, params))
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, WeightAverage]:
+        if params is None:
+            raise OptimizerError("average_weights: update without params.\n    fix: optimizer.update(gradients, state, params).")
+        updates, inner = tx.update(updates, state.inner, params, **extra)
+        since = state.updates + 1 - start
+
+        def step(average: jax.Array, weight: jax.Array) -> jax.Array:
+            moved = weight
+            if jnp.issubdtype(average.dtype, jnp.inexact):
+                rate = _rate(jnp.maximum(since // every, 1).astype(jnp.finfo(average.dtype).dtype), decay)
+                moved = average + rate.astype(average.dtype) * (weight - average)
+            return jnp.where(since <= every, weight, jnp.where(since % every == 0, moved, average))
+
+        weights = jax.tree.map(_widened, optax.apply_updates(params, updates))
+        return updates, WeightAverage(inner, state.updates + 1, jax.tree.map(step, state.average, weights))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rate(number: jax.Array, decay: float | None) -> jax.Array:
+    """How far the average moves towards the n-th weights: 1 / sum_k decay^(n-k)."""
+    return 1 / number if decay is None else (float(decay) - 1) / jnp.expm1(number * math.log(decay))
+
+
+def _widened(leaf: Any) -> jax.Array:
+    """A copy; of floats, in at least 32 bits."""
+    leaf = jnp.asarray(leaf)
+    wide = np.promote_types(leaf.dtype, np.float32) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.dtype
+    return jnp.array(leaf, wide, copy=True)
+
+
+def average_of(opt: Any) -> Tree:
+    """The average in an optimizer's state.
+
+    Raises:
+      OptimizerError: it keeps none.
+    """
+    averages = _averages(opt)
+    if not averages:
+        fix = "optimizer=spmd.optimizers.average_weights(optimizer), whose updates are the same."
+        raise OptimizerError(f"the optimizer keeps no average of the weights.\n    fix: {fix}")
+    return averages[0][0].average
+
+
+def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync) -> None:
+    """If the optimizer keeps an average, check that it is that of all weights, as they are updated.
+
+    Args:
+      opt, params: of a state; shapes will do.
+
+    Raises:
+      OptimizerError: it sees other updates than the weights get, or not all weights.
+    """
+    problem, fix = "", ""
+    for state, last in _averages(opt):
+        missing = [path for path in flatten(params) if path not in flatten(state.average)]
+        if sync.local or sync.asynchronous:
+            server = resolved.layout.parameter_server
+            problem = f'under a parameter server in mode "{server.mode}", workers or servers make updates of their own.'
+            fix = 'mode = "synchronous", or another [gradients] reduction.'
+        elif sync.reduction.manual and sync.rounds_params and any(at.state_spec != at.spec for at in resolved.placements.values()):
+            problem = '[gradients] weights = "bfloat16" rounds the updates of sharded moments when they are gathered.'
+            fix = '[gradients] weights = "exact".'
+        elif missing:
+            problem = f"it does not see {join_names(missing, 3)}."
+            fix = "average_weights(...) around the entire optimizer, not inside optax.masked or optax.partition."
+        elif not last:
+            problem = "a transformation behind it in optax.chain changes its updates."
+            fix = "average_weights(optax.chain(...)), around all of them."
+    if problem:
+        raise OptimizerError(f"average_weights would not average the weights as they are: {problem}\n    fix: {fix}")
+
+
+def _averages(opt: Any, *, last: bool = True) -> list[tuple[WeightAverage, bool]]:
+    """The outermost states of `average_weights`, and whether nothing comes behind them in a chain."""
+    if isinstance(opt, WeightAverage):
+        return [(opt, last)]
+    children = jax.tree.leaves(opt, is_leaf=lambda node: node is not opt)
+    if len(children) == 1 and children[0] is opt:
+        return []
+    chain = type(opt) is tuple
+    return [
+        found
+        for number, child in enumerate(children, 1)
+        for found in _averages(child, last=last and (not chain or number == len(children)))
+    ]
