@@ -39,7 +39,7 @@ from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
-from spmd.run.run_facts import RunFacts, environment, run_id
+from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.time_account import TimeAccount
@@ -397,6 +397,8 @@ def _outputs(
         with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
             (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
+    if store is not None and not resumes:
+        (store.folder / ID_FILE).unlink(missing_ok=True)  # of an abandoned run, which a tracker that is added later would find
     lines = begin_loggers(loggers, describe)
     step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
     if step:

@@ -130,7 +130,7 @@ def _restore(
     with store.naming_errors(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
-        owes = saved.get("owes_evaluation") is True
+        owes, evaluated = (saved.get(name) is True for name in ("owes_evaluation", "evaluated"))
         account.resume(saved.get("pace"))
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
@@ -156,4 +156,4 @@ def _restore(
     if in_memory is not None:
         than_disk = "there is none on disk" if on_disk is None else f"{step - on_disk} steps after the newest checkpoint on disk"
         source = f"memory ({in_memory.source}), {than_disk}"
-    return StartPoint(state, position, callbacks, [*changes, *comm_changes], owes, source)
+    return StartPoint(state, position, callbacks, [*changes, *comm_changes], owes, evaluated, source)

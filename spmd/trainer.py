@@ -340,7 +340,8 @@ class Trainer:
     def averaged(self, state: State) -> State:
         """The state with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the weights.
 
-        It can be evaluated, exported, rebuilt as a model, and passed to `predict`; all but the weights is that of `state`.
+        It can be evaluated, exported, rebuilt as a model, and passed to `predict`. All but the weights is that of `state`, in the same
+        arrays, which a step from either of the two consumes.
 
         Raises:
           OptimizerError: the optimizer keeps no average.

@@ -42,7 +42,7 @@ def use_folder(folder: Path | None) -> None:
     if user_chose():
         theirs = getattr(jax.config, FOLDER)
         if theirs and jax.config.jax_enable_compilation_cache and (why := misordered()):  # type: ignore[attr-defined]
-            log_once(Path(theirs), "loaded", f"{why}, as those in {theirs} (JAX_ENABLE_COMPILATION_CACHE=false turns that off).")
+            log_once(Path(theirs), "loaded", f"{why}, and JAX loads those in {theirs}: set JAX_ENABLE_COMPILATION_CACHE=false.")
         return
     part = None if folder is None else machine_folder(folder)
     why = "" if folder is None or part is None else distrust(folder, part)

@@ -86,7 +86,7 @@ def misordered() -> str:
     """
     if jax.default_backend() != "cpu" or jax.device_count() == 1 or jaxlib.version.__version_info__ < MISORDERED:
         return ""
-    return f"jaxlib {jaxlib.__version__} computes wrongly in programs for several CPU devices that it loads"
+    return f"with jaxlib {jaxlib.__version__}, a program for several CPU devices that is loaded and not compiled computes wrong values"
 
 
 def distrust(*folders: Path) -> str:

@@ -56,6 +56,7 @@ class StartPoint:
       callbacks: (class name, what it saved).
       changes: options that differ from the checkpoint's, and codec state that did not fit, as text.
       owes_evaluation: whether a signal ended the run before an evaluation that was due.
+      evaluated: whether the state was evaluated before it was saved.
       source: where it is from, if not from a checkpoint on disk, as text.
     """
 
@@ -64,6 +65,7 @@ class StartPoint:
     callbacks: list = dataclasses.field(default_factory=list)
     changes: list[str] = dataclasses.field(default_factory=list)
     owes_evaluation: bool = False
+    evaluated: bool = False
     source: str = ""
 
 

@@ -132,4 +132,5 @@ class Saver:
             "callbacks": save_callbacks(self._config.callbacks, run.step),
             "pace": run.account.to_checkpoint(),
             "owes_evaluation": owes,
+            "evaluated": evaluator.completed_at == run.step,
         }

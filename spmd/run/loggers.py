@@ -124,7 +124,7 @@ def check_loggers(loggers: Any) -> list[Logger]:
     """The loggers as a list.
 
     Raises:
-      OptionError: one without `write` and `close`, or a class in place of its instance.
+      OptionError: one without `write` and `close`, a class in place of its instance, or two trackers that write the same run.
     """
     if not isinstance(loggers, list | tuple):
         raise OptionError(f"loggers={short_repr(loggers)} is {type_name(loggers)}.", fix="a list of loggers.")
@@ -132,4 +132,7 @@ def check_loggers(loggers: Any) -> list[Logger]:
         if isinstance(logger, type) or not all(callable(getattr(logger, method, None)) for method in ("write", "close")):
             fix = "an instance such as spmd.loggers.JsonLines(path)."
             raise OptionError(f"logger {short_repr(logger)} has no write(record) and close().", fix=fix)
+    places = [(type(logger), logger.place) for logger in loggers if hasattr(logger, "place")]
+    if twice := next((kind for number, (kind, place) in enumerate(places) if (kind, place) in places[:number]), None):
+        raise OptionError(f"loggers has two of {twice.__name__} that write the same run.", fix="one of them.")
     return list(loggers)

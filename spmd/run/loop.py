@@ -84,6 +84,9 @@ class Loop:
         self.run.epoch = self.run.position.epoch
         with self._dispatcher.epoch() as calls:
             call = next(calls, None)
+            if call is None and self._start.evaluated and self.run.position.batch and self.run.step == self._first_step:
+                self.run.position = Position(self.run.epoch + 1)  # the run stopped at the end of this epoch, whose length it did not know
+                return
             while call is not None:
                 # 1. one step (or one call of many); the batch was placed before, so the device does not wait for it
                 call()

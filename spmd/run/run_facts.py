@@ -54,7 +54,7 @@ class RunFacts:
 def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
     """The id of the run in a folder, and where its records begin in `metrics.jsonl`, in bytes: earlier ones are of an abandoned run.
 
-    They are those of the run that is resumed, else new, and written to the folder.
+    They are those of the run that is resumed, else new, and written to the folder. A folder that was copied is a new run, too.
 
     Example:
       >>> import tempfile
@@ -66,13 +66,17 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
     new = uuid.uuid4().hex
     if folder is None:
         return new, 0
-    records = folder / "metrics.jsonl"
+    records, here = folder / "metrics.jsonl", str(folder.resolve())
     begins = 0 if resumes or not records.exists() else records.stat().st_size
     try:
         if resumes and (content := checksummed_files.read(folder / ID_FILE)) is not None:
             saved = json.loads(content)
-            return saved["id"], saved["metrics_begin"]
-        checksummed_files.write(folder / ID_FILE, json.dumps({"id": new, "metrics_begin": begins}).encode())
+            if saved["folder"] == here or not (Path(saved["folder"]) / ID_FILE).exists():
+                return saved["id"], saved["metrics_begin"]
+            text = "%s was copied from %s, whose run is another: trackers show this one as a new run."
+            logging.getLogger("spmd").warning(text, folder, saved["folder"])
+            begins = saved["metrics_begin"]
+        checksummed_files.write(folder / ID_FILE, json.dumps({"id": new, "metrics_begin": begins, "folder": here}).encode())
     except (OSError, checksummed_files.DamagedFileError) as error:
         logging.getLogger("spmd").warning("%s: %s. Trackers show this attempt as another run.", folder / ID_FILE, error)
     return new, begins

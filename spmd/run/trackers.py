@@ -25,11 +25,12 @@ from urllib.parse import urlsplit
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import grace_seconds
-from spmd.errors import OptionError, first_line, import_extra, short_repr
+from spmd.errors import OptionError, did_you_mean, first_line, import_extra, short_repr
 from spmd.run.run_facts import RunFacts
 
 MOST_QUEUED = 10_000  # records that a tracker may be behind
 ARTIFACTS = ("layout.toml", "metrics.jsonl", "*.html", "*.svg", "*.png")  # in the run's folder
+MODES = ("online", "offline")
 ANY = ""  # in the result of `last_steps`: metrics that are not listed
 BLOCK, HEADER = 32768, 7  # bytes in the files of offline runs of wandb
 PARAM_LENGTH, TAG_LENGTH = 6000, 5000  # characters that MLflow accepts
@@ -63,10 +64,17 @@ class Tracker:
     """
 
     def __init__(self, *, checkpoints: bool = False, seconds: float = 60.0):
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise OptionError(f"{type(self).__name__}: seconds={short_repr(seconds)}.", fix="a number above 0.")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= threading.TIMEOUT_MAX:
+            raise OptionError(f"{type(self).__name__}: seconds={short_repr(seconds)}.", fix="a number above 0, such as 60.")
+        if not isinstance(checkpoints, bool):
+            raise OptionError(f"{type(self).__name__}: checkpoints={short_repr(checkpoints)}.", fix="True or False.")
         self._checkpoints, self._seconds = checkpoints, float(seconds)
         self._jobs: queue.Queue[Callable[[], None] | None] | None = None  # None: no run is open
+
+    @property
+    def place(self) -> Any:
+        """What no two trackers of a class may share: a run there, whose steps both would write."""
+        return id(self)
 
     def where(self, facts: RunFacts) -> str:
         """Where the run is recorded, as one line."""
@@ -99,7 +107,8 @@ class Tracker:
     def begin(self, facts: RunFacts) -> str | None:
         """Start to record a run; returns a line that says where, or None if that failed."""
         self.close()  # of a run that failed before its first step
-        self._off, self._facts, self._error_before = False, facts, sys.exc_info()[1]
+        self._off, self._opened = False, False
+        self._facts, self._error_before = facts, sys.exc_info()[1]
         self._last: dict[str, int] = {}
         self._jobs = queue.Queue(MOST_QUEUED)
         self._thread = threading.Thread(target=self._work, args=(self._jobs,), name=f"spmd {type(self).__name__}", daemon=True)
@@ -148,6 +157,9 @@ class Tracker:
                 job()
         except BaseException as error:  # SystemExit, too: a library may raise it
             self._switch_off(error)
+            if self._opened:
+                with contextlib.suppress(BaseException):
+                    self.finish(failed=True)
 
     def _switch_off(self, error: BaseException) -> None:
         """Stop recording, with one warning."""
@@ -160,6 +172,7 @@ class Tracker:
 
     def _start(self, facts: RunFacts, earlier: list[dict[str, Any]]) -> None:
         self.open(facts)
+        self._opened = True
         self._last = dict(self.last_steps())
         for record in earlier:
             self._write(record)
@@ -181,6 +194,7 @@ class Tracker:
             if folder is not None and self._checkpoints:
                 self.add_checkpoints(folder.resolve() / "checkpoints")
         finally:
+            self._opened = False
             self.finish(failed=failed)
 
 
@@ -221,7 +235,12 @@ class MLflow(Tracker):
     def __init__(self, experiment: str = "spmd", *, tracking_uri: str | None = None, **options: Any):
         super().__init__(**options)
         self._mlflow = import_extra("mlflow", "mlflow")
-        self._experiment, self._uri = experiment, tracking_uri or self._mlflow.get_tracking_uri()
+        self._experiment, self._uri = _name("MLflow: experiment", experiment), str(tracking_uri or self._mlflow.get_tracking_uri())
+
+    @property
+    def place(self) -> Any:
+        """The experiment."""
+        return self._experiment, self._uri
 
     def where(self, facts: RunFacts) -> str:
         """The experiment and the server or file."""
@@ -284,8 +303,13 @@ class Trackio(Tracker):
 
     def __init__(self, project: str = "spmd", **options: Any):
         super().__init__(**options)
-        self._trackio, self._project = import_extra("trackio", "trackio"), project
+        self._trackio, self._project = import_extra("trackio", "trackio"), _name("Trackio: project", project)
         self._space = next((os.environ[name] for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if os.environ.get(name)), None)
+
+    @property
+    def place(self) -> Any:
+        """The project."""
+        return self._project
 
     def where(self, facts: RunFacts) -> str:
         """The project and the folder or server."""
@@ -348,8 +372,16 @@ class Wandb(Tracker):
 
     def __init__(self, project: str = "spmd", *, entity: str | None = None, mode: str | None = None, **options: Any):
         super().__init__(**options)
-        self._wandb, self._project, self._entity = import_extra("wandb", "wandb"), project, entity
-        self._mode = mode or os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        if mode not in (None, *MODES):
+            raise OptionError(f"Wandb: mode={short_repr(mode)}.", fix=did_you_mean(str(mode), MODES))
+        self._wandb, self._project, self._entity = import_extra("wandb", "wandb"), _name("Wandb: project", project), entity
+        mode = mode or os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        self._mode = "offline" if mode == "dryrun" else mode  # wandb's older name
+
+    @property
+    def place(self) -> Any:
+        """wandb knows a run by its id alone."""
+        return ""
 
     def where(self, facts: RunFacts) -> str:
         """The project and the folder."""
@@ -371,6 +403,7 @@ class Wandb(Tracker):
             id=facts.id,
             name=facts.name,
             resume="allow",
+            reinit="create_new",  # a run of the user's in this process is not ended
             mode=self._mode,
             dir=str(folder),
             config=dict(facts.config),
@@ -402,6 +435,12 @@ class Wandb(Tracker):
     def finish(self, *, failed: bool) -> None:
         """Flush; the exit code says how the run ended."""
         self._run.finish(exit_code=int(failed))
+
+
+def _name(what: str, name: Any) -> str:
+    if not isinstance(name, str) or not name.strip():
+        raise OptionError(f"{what}={short_repr(name)}.", fix='a name, such as "digits".')
+    return name
 
 
 def _has_wandb_key() -> bool:

@@ -5,7 +5,6 @@ a pair until a person reads it.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +96,7 @@ class PerExample:
         if self.mask is None and self.ignore is None:
             values = self.function(model(inputs), targets)
             if isinstance(values, tuple):
-                return tuple(per_row(value, jnp.sum) for value in values)
+                return tuple(per_row(jnp.asarray(value), jnp.sum) for value in values)
             return per_row(values) if getattr(values, "ndim", 0) > 1 else values
         counts = self.counts(batch)
         values = self.function(model(inputs), jnp.where(counts, targets, jnp.zeros_like(targets)))
@@ -180,18 +179,21 @@ mean_absolute_error = PerExample(_mean_absolute_error, "spmd.metrics.mean_absolu
 def _hits(name: str, outputs: jax.Array, targets: jax.Array, positive: int) -> tuple[jax.Array, jax.Array]:
     """Which outputs, and which targets, are the positive class: the largest logit of a row, or one logit above 0."""
     if outputs.shape == targets.shape:
-        found = jnp.where(outputs > 0, 1, 0)
+        found, classes = jnp.where(outputs > 0, 1, 0), 2
     else:
         same_shape(name, outputs[..., 0], targets)
-        found = outputs.argmax(axis=-1)
-        if not 0 <= positive < outputs.shape[-1]:
-            raise LossError(f"{name}(positive={positive}): the outputs are {describe(outputs)}.", fix="a number of one of their classes.")
+        found, classes = outputs.argmax(axis=-1), outputs.shape[-1]
+        if classes == 1:
+            raise LossError(f"{name}: the outputs are {describe(outputs)}, one class.", fix="outputs[..., 0], one logit for each target.")
+    if positive >= classes:
+        raise LossError(f"{name}(positive={positive}): the outputs are {describe(outputs)}.", fix=f"a class from 0 to {classes - 1}.")
     return found == positive, targets == positive
 
 
-@functools.cache
 def top_k(k: int) -> PerExample:
-    """A metric: the share of rows (and positions) whose integer target is among the k largest logits; equal logits count for the target.
+    """A metric: the share of rows (and positions) whose integer target is among the k largest logits.
+
+    Of equal logits the target's counts as the largest; one that is NaN counts as larger than all others.
 
     Args:
       k: from 1 to the number of classes.
@@ -213,19 +215,20 @@ def top_k(k: int) -> PerExample:
             raise LossError(f"top_k({k}): the outputs are {describe(outputs)}.", fix=f"at most {outputs.shape[-1]}.")
         mine = jnp.where(jnp.arange(outputs.shape[-1]) == targets[..., None], outputs, -jnp.inf).max(axis=-1, keepdims=True)
         known = (targets >= 0) & (targets < outputs.shape[-1])
-        return (known & ((outputs > mine).sum(axis=-1) < k)).astype(jnp.float32)
+        return (known & ((~(outputs <= mine)).sum(axis=-1) < k)).astype(jnp.float32)  # NaN is no hit
 
     return PerExample(function, f"spmd.metrics.top_k({k})")
 
 
-@functools.cache
 def precision(positive: int = 1) -> PerExample:
-    """A metric: of the rows (and positions) that the model takes for a class, the share that is; without any, nothing is counted.
+    """A metric: of the rows (and positions) that the model takes for a class, the share that is of it.
 
-    Sums are taken over all rows before they are divided, so it is exact over batches and workers.
+    Counts are added over all rows before they are divided, so it is exact over batches and workers. Where the model takes no row for the
+    class it is NaN: training leaves it out of the logs, and an evaluation warns of it.
 
     Args:
-      positive: the class; of outputs that are one logit each, shaped like the targets, 1 is a logit above 0.
+      positive: the class. Outputs [..., classes] are logits of classes, of which the largest is taken, and targets [...] are their numbers.
+        Outputs that are shaped like the targets are one logit each: class 1 is a logit above 0, and targets are 0 or 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -242,7 +245,6 @@ def precision(positive: int = 1) -> PerExample:
     return PerExample(function, "spmd.metrics.precision")
 
 
-@functools.cache
 def recall(positive: int = 1) -> PerExample:
     """A metric: of the rows (and positions) that are of a class, the share that the model takes for it; arguments as of `precision`.
 
@@ -261,7 +263,6 @@ def recall(positive: int = 1) -> PerExample:
     return PerExample(function, "spmd.metrics.recall")
 
 
-@functools.cache
 def f1(positive: int = 1) -> PerExample:
     """A metric: the harmonic mean of precision and recall of a class; arguments as of `precision`.
 

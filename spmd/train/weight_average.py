@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,10 @@ from spmd.layout.resolve import Resolved
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.state import check_optimizer
 from spmd.tree import Tree, flatten
+
+
+# What may be around it: these pass its updates as they are, or make no update at all.
+UNCHANGED = (optax.MultiStepsState, optax.ApplyIfFiniteState, optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 
 class WeightAverage(NamedTuple):
@@ -47,7 +52,8 @@ def average_weights(
     `average_weights(optax.chain(clip, adamw))`. Only `optax.MultiSteps` and `optax.apply_if_finite` go around it, so that steps without an
     update do not count. Batch statistics are not averaged.
 
-    `Trainer.averaged` and `Result.averaged` evaluate, export and save the averaged weights; `fit(eval_average=True)` evaluates them.
+    `Trainer.averaged(state)` is a state with the averaged weights, to be evaluated or predicted with, and `Result.averaged` a result with
+    them, to be exported or rebuilt as a model; `fit(eval_average=True)` evaluates them.
 
     Args:
       optimizer: any optax gradient transformation. `update` then needs `params`.
@@ -132,7 +138,7 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
       OptimizerError: it sees other updates than the weights get, or not all weights.
     """
     problem, fix = "", ""
-    for state, last in _averages(opt):
+    for state, outside in _averages(opt):
         missing = [path for path in flatten(params) if path not in flatten(state.average)]
         if sync.local or sync.asynchronous:
             server = resolved.layout.parameter_server
@@ -144,23 +150,36 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
         elif missing:
             problem = f"it does not see {join_names(missing, 3)}."
             fix = "average_weights(...) around the entire optimizer, not inside optax.masked or optax.partition."
-        elif not last:
-            problem = "a transformation behind it in optax.chain changes its updates."
-            fix = "average_weights(optax.chain(...)), around all of them."
+        elif outside:
+            problem = f"{outside} can change its updates."
+            fix = "average_weights(...) around all of the optimizer; only optax.MultiSteps and optax.apply_if_finite go around it."
+        elif any(isinstance(node, optax.MultiStepsState) for node in _nodes(state.inner)):
+            problem = "optax.MultiSteps inside it makes no update in most steps, and each would count."
+            fix = "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k)."
     if problem:
         raise OptimizerError(f"average_weights would not average the weights as they are: {problem}\n    fix: {fix}")
 
 
-def _averages(opt: Any, *, last: bool = True) -> list[tuple[WeightAverage, bool]]:
-    """The outermost states of `average_weights`, and whether nothing comes behind them in a chain."""
-    if isinstance(opt, WeightAverage):
-        return [(opt, last)]
-    children = jax.tree.leaves(opt, is_leaf=lambda node: node is not opt)
-    if len(children) == 1 and children[0] is opt:
-        return []
-    chain = type(opt) is tuple
-    return [
-        found
-        for number, child in enumerate(children, 1)
-        for found in _averages(child, last=last and (not chain or number == len(children)))
-    ]
+def _averages(node: Any, outside: str = "") -> list[tuple[WeightAverage, str]]:
+    """The outermost states of `average_weights`, each with what is around it and may change its updates; "" if nothing may."""
+    if isinstance(node, WeightAverage):
+        return [(node, outside)]
+    found, children = [], _children(node)
+    for number, child in enumerate(children, 1):
+        last_of_chain = type(node) is tuple and number == len(children)
+        around = "a transformation behind it in optax.chain" if type(node) is tuple else f"what has the state {type(node).__name__}"
+        found += _averages(child, outside or ("" if last_of_chain or isinstance(node, UNCHANGED) else around))
+    return found
+
+
+def _children(node: Any) -> list[Any]:
+    """The subtrees of a node; none of a leaf."""
+    children = jax.tree.leaves(node, is_leaf=lambda part: part is not node)
+    return [] if len(children) == 1 and children[0] is node else children
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """A tree and all of its subtrees."""
+    yield node
+    for child in _children(node):
+        yield from _nodes(child)

@@ -243,11 +243,11 @@ def test_jaxlib_that_loads_programs_wrongly_loads_none(jax_cache, monkeypatch, t
     for _ in range(2):
         use_folder(tmp_path)
     assert active_folder() is None and add(19.5).compiled == 1
-    assert caplog.text.count("no compiled programs are kept or loaded: jaxlib ") == 1
-    assert "computes wrongly in programs for several CPU devices that it loads." in caplog.text
+    assert caplog.text.count("no compiled programs are kept or loaded: with jaxlib ") == 1
+    assert "a program for several CPU devices that is loaded and not compiled computes wrong values." in caplog.text
     jax.config.update(activate.FOLDER, str(tmp_path))  # the user's choice: it stays, with a warning
     use_folder(None)
-    assert f"that it loads, as those in {tmp_path} (JAX_ENABLE_COMPILATION_CACHE=false turns that off)." in caplog.text
+    assert f"computes wrong values, and JAX loads those in {tmp_path}: set JAX_ENABLE_COMPILATION_CACHE=false." in caplog.text
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert not folders.misordered()
 

@@ -166,6 +166,38 @@ def test_new_run_in_the_same_folder_is_another_run(tmp_path):
     assert second["points"] == written  # not those of the abandoned run, which has the same steps
 
 
+def test_new_run_without_a_tracker_is_another_run(tmp_path):
+    server = {}
+    train(tmp_path, server, 3)
+    shutil.rmtree(tmp_path / "checkpoints")
+    train(tmp_path, server, 5, resume=False, loggers=[])
+    train(tmp_path, server, 8)
+    first, second = server.values()
+    assert {step for step, *_ in first["points"]} == {1, 2, 3}
+    assert [step for step, name, _ in second["points"] if name == "loss"] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_copy_of_a_folder_is_another_run_and_a_renamed_one_is_not(tmp_path, caplog):
+    server = {}
+    train(tmp_path / "a", server, 4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    train(tmp_path / "a", server, 5)
+    train(tmp_path / "b", server, 6)
+    assert len(server) == 2 and f"{tmp_path / 'b'} was copied from {tmp_path / 'a'}, whose run is another" in caplog.text
+    shutil.move(tmp_path / "b", tmp_path / "c")
+    train(tmp_path / "c", server, 8)
+    losses = [[step for step, name, _ in run["points"] if name == "loss"] for run in server.values()]
+    assert losses == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_two_trackers_of_one_run_are_refused(tmp_path):
+    class Same(Fake):
+        place = "here"
+
+    with pytest.raises(OptionError, match="loggers has two of Same that write the same run"):
+        train(tmp_path, {}, 2, loggers=[Same({}), Fake({}), Same({})])
+
+
 def test_run_without_folder(tmp_path):
     server = {}
     for _ in range(2):
@@ -303,7 +335,7 @@ def test_folder_without_trackers_has_no_id(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0, -1.0, "long", True, None])
 def test_seconds_are_checked(seconds):
-    with pytest.raises(OptionError, match=r"^Fake: seconds=.*\n    fix: a number above 0\."):
+    with pytest.raises(OptionError, match=r"^Fake: seconds=.*\n    fix: a number above 0, such as 60\."):
         Fake(seconds=seconds)
 
 

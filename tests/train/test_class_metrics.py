@@ -58,7 +58,7 @@ def test_evaluation_is_that_of_all_rows_at_once(mesh, layout, caplog):
     assert {name: measured[name] for name in right} == pytest.approx(right, rel=1e-6)
 
 
-def test_accumulation_adds_counts_and_masked_positions_count_nothing():
+def test_masked_positions_count_nothing():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(4, 6, CLASSES)), jnp.float32)
     targets, mask = np.random.default_rng(3).integers(0, CLASSES, (4, 6)), np.arange(24).reshape(4, 6) % 3 > 0
     batch = {"x": logits, "y": jnp.asarray(targets), "mask": jnp.asarray(mask)}
@@ -70,6 +70,15 @@ def test_accumulation_adds_counts_and_masked_positions_count_nothing():
         assert [value.shape for value in (total if isinstance(total, tuple) else [total])] in ([(4,)], [(4,), (4,)])
 
 
+def test_ratio_of_nothing_is_nan_and_is_named(caplog):
+    data = {"x": np.ones((16, 8), np.float32), "y": np.zeros(16, np.int32)}
+    trainer = spmd.Trainer(
+        model(), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh="data=8", metrics={"recall": spmd.metrics.recall(3)}
+    )
+    assert np.isnan(trainer.evaluate(trainer.init(), data, batch_size=16)["recall"])
+    assert '"recall" counted nothing' in caplog.text
+
+
 def test_one_logit_is_positive_above_zero():
     outputs, targets = jnp.array([2.0, 1.0, -1.0, -3.0]), jnp.array([1, 0, 1, 0])
     assert [value.tolist() for value in spmd.metrics.precision().function(outputs, targets)] == [[1, 0, 0, 0], [1, 1, 0, 0]]
@@ -78,6 +87,9 @@ def test_one_logit_is_positive_above_zero():
 
 def test_equal_logits_count_for_the_target_and_unknown_targets_never():
     assert spmd.metrics.top_k(1).function(jnp.zeros((3, 4)), jnp.array([0, 3, -1])).tolist() == [1.0, 1.0, 0.0]
+    diverged = jnp.array([[jnp.nan, 1.0, 0.0], [jnp.nan, jnp.nan, jnp.nan]])
+    assert spmd.metrics.top_k(1).function(diverged, jnp.array([1, 0])).tolist() == [0.0, 0.0]
+    assert spmd.metrics.top_k(2).function(diverged, jnp.array([1, 0])).tolist() == [1.0, 0.0]
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -87,6 +99,12 @@ def test_what_cannot_be_measured_is_refused():
         spmd.metrics.top_k(6).function(jnp.zeros((2, 5)), jnp.zeros(2, int))
     with pytest.raises(LossError, match=r"f1\(positive=5\): the outputs are float32\[2, 5\]"):
         spmd.metrics.f1(5).function(jnp.zeros((2, 5)), jnp.zeros(2, int))
+    with pytest.raises(LossError, match=r"f1\(positive=2\): the outputs are float32\[4\]\.\n    fix: a class from 0 to 1"):
+        spmd.metrics.f1(2).function(jnp.zeros(4), jnp.zeros(4, int))
+    with pytest.raises(LossError, match=r"recall: the outputs are float32\[4, 1\], one class\.\n    fix: outputs\[\.\.\., 0\]"):
+        spmd.metrics.recall(0).function(jnp.zeros((4, 1)), jnp.zeros(4, int))
+    with pytest.raises(OptionError, match="precision: positive"):
+        spmd.metrics.precision([1])
     with pytest.raises(LossError, match='metric "pair" is a pair of'):
         trainer = spmd.Trainer(
             model(),

@@ -287,6 +287,10 @@ ERRORS = {
     "no optimizer": lambda: average_weights(optax.sgd),
     "no params": lambda: EMA.update(jnp.ones(2), EMA.init(jnp.ones(2))),
     "in a chain": lambda: prepare(optimizer=optax.chain(EMA, optax.scale(0.5))),
+    "in a named chain": lambda: prepare(optimizer=optax.named_chain(("average", EMA), ("scale", optax.scale(0.5)))),
+    "around steps without an update": lambda: prepare(
+        optimizer=average_weights(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
+    ),
     "masked": lambda: prepare(optimizer=optax.masked(EMA, only_kernels)),
     "asynchronous": lambda: prepare(served(mode="asynchronous")),
     "local": lambda: prepare(served(mode="local", every=2)),
