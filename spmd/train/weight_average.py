@@ -16,7 +16,6 @@ from spmd.sync.gradient_sync import GradientSync
 from spmd.train.state import check_optimizer
 from spmd.tree import Tree, flatten
 
-
 # What may be around it: these pass its updates as they are, or make no update at all.
 UNCHANGED = (optax.MultiStepsState, optax.ApplyIfFiniteState, optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
