@@ -78,31 +78,31 @@ class Tracker:
 
     def where(self, facts: RunFacts) -> str:
         """Where the run is recorded, as one line."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a subclass says how
 
     def open(self, facts: RunFacts) -> None:
         """Find the run with the id `facts.id`, or create it."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a subclass says how
 
     def last_steps(self) -> Mapping[str, int]:
         """The last step of each metric that the run had when it was opened, by name; `ANY` stands for all others."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a subclass says how
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics of a step; steps never decrease."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a subclass says how
 
     def add_file(self, path: Path) -> None:
         """Add a file to the run, in place of an earlier one of its name."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a subclass says how
 
     def add_checkpoints(self, folder: Path) -> None:
         """Record the folder of the run's checkpoints."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a subclass says how
 
     def finish(self, *, failed: bool) -> None:
         """Flush, and close the run."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a subclass says how
 
     def begin(self, facts: RunFacts) -> str | None:
         """Start to record a run; returns a line that says where, or None if that failed."""

@@ -25,13 +25,13 @@ def train(*, kind, folder, kill, steps, seconds):
     def watch(info):
         first.append(info.step)
         if info.step == kill:
-            until = time.monotonic() + 120
+            until = time.monotonic() + 120  # a bound only: the kill comes as soon as the checkpoint and the steps have arrived
             saved = Path(folder, "checkpoints", f"{(kill - 1) // 100 * 100}")
             while not saved.exists() or log._last.get("loss", 0) < kill - 1:
                 if time.monotonic() > until:
                     sys.exit("nothing arrived")
                 time.sleep(0.05)
-            time.sleep(2)  # trackio's thread writes every half second
+            time.sleep(2)  # trackio's thread writes every half second; what it has not written by then, the resumed run delivers
             os.kill(os.getpid(), signal.SIGKILL)
 
     checkpoint = spmd.Checkpoint(folder, every=100)

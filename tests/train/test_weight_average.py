@@ -187,6 +187,7 @@ def test_average_of_a_circular_pipeline_is_in_the_order_of_the_layers():
     state, seen = train(trainer)
     kept = flatten(jax.device_get(trainer.placed.unpacked(trainer.averaged(state).params)))["blocks/layers/kernel"]
     np.testing.assert_allclose(kept, mean_of([weights["blocks/layers/kernel"] for weights in seen], 0.5)[-1], rtol=0, atol=2e-7)
+    # no equality with a tolerance: layers in another order differ by far more than 1e-3
     assert not np.allclose(jax.device_get(state.opt.average["blocks"]["layers"]["kernel"]), kept, atol=1e-3), "the state has another order"
 
 
