@@ -181,7 +181,7 @@ def fit(
         data; `resume="changed_data"` also when the contents of the data have changed, such as a repaired row.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
-      log_every: steps per record; each record is the mean over them, with rates (docs/clusters.md).
+      log_every: steps per record; each record is the mean over them, with rates such as tokens per second.
       progress: True, False, or "auto" (in a terminal or a notebook).
       precision: "float32", or "bfloat16": forward and backward in bfloat16, parameters and optimizer in float32.
       accumulate: microbatches per update; gradients are reduced once per update.
