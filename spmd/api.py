@@ -26,7 +26,7 @@ from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
-from spmd.mesh import MeshSpec
+from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.planner.memory_check import check_step_memory
 from spmd.planner.model_flops import model_flops, trace_model
 from spmd.planner.target import of_device
@@ -125,6 +125,7 @@ class Result:
 
 
 @interruptible()
+@outside_of_mesh(default=True)
 def fit(
     model: Any,
     data: Any,
