@@ -1,4 +1,4 @@
-"""Logical axis names for a model that carries none, from how its parameters are used: dims that meet in the traced loss are one axis.
+"""Logical axis names for a model that carries none, from how its parameters are used: dims that are used together in the traced loss are one axis.
 
 A dim of a kernel and the dim of the array that it multiplies are one axis, and so are the dims of what is added, reshaped or transposed.
 So the hidden dim of two layers of an MLP is one axis, which their kernels share, and the heads of attention are one, through scores and
@@ -55,7 +55,7 @@ class Axes:
         """What sizes of all dims of an axis are multiples of: what shards one dim evenly shards all."""
         return self._gcd[self.find(dim)]
 
-    def meets(self, dim: int) -> bool:
+    def is_shared(self, dim: int) -> bool:
         """Whether anything is indexed by a dim but its own array, as a kernel's height is not."""
         return self._members[self.find(dim)] > 1 or dim in self.looked_up
 
@@ -96,10 +96,12 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
         for axis in {*found}:
             weights[axis] = weights.get(axis, 0) + sizes[path]
     batches, looked_up = ({axes.find(dim) for dim in some} for some in (axes.batches, axes.looked_up))
-    even = (axis for axis in weights if axes.gcd(axis) % 2 == 0 and axes.meets(axis) and (axes.gcd(axis) >= LEAST_SIZE or axis in batches))
+    even = (
+        axis for axis in weights if axes.gcd(axis) % 2 == 0 and axes.is_shared(axis) and (axes.gcd(axis) >= LEAST_SIZE or axis in batches)
+    )
     ordered = sorted(even, key=lambda axis: (-weights[axis], axis))
 
-    def apart(candidates: Iterable[int]) -> list[int]:
+    def separate(candidates: Iterable[int]) -> list[int]:
         """Axes of which no matrix has two; those of more bytes first."""
         chosen: list[int] = []
         for axis in candidates:
@@ -110,9 +112,9 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
     def covered(chosen: Collection[int]) -> int:
         return sum(sizes[path] for path, found in matrices.items() if not {*chosen}.isdisjoint(found))
 
-    stream, sharded = ordered[0] if ordered else None, apart(ordered[1:])
-    if sum(stream in found for found in matrices.values()) < STREAM_MATRICES and covered(apart(ordered)) > covered(sharded):
-        stream, sharded = None, apart(ordered)
+    stream, sharded = ordered[0] if ordered else None, separate(ordered[1:])
+    if sum(stream in found for found in matrices.values()) < STREAM_MATRICES and covered(separate(ordered)) > covered(sharded):
+        stream, sharded = None, separate(ordered)
     names = {axis: VOCABULARY if axis in looked_up else HEADS if axis in batches else HIDDEN for axis in sharded}
     names |= {stream: STREAM} if stream is not None else {}
     found = {path: tuple(_last_of_each([names.get(axis) for axis in own])) for path, own in dims.items()}

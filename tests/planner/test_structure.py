@@ -178,7 +178,7 @@ def test_rules_are_one_line_for_all_blocks():
     assert spmd.Layout.load("fsdp").axes == () and with_rules(spmd.Layout.load("fsdp"), names, [*names]) == spmd.Layout.load("fsdp")
 
 
-def test_paths_that_a_pattern_would_not_tell_apart_have_rules_each():
+def test_paths_that_a_pattern_would_confuse_have_a_rule_each():
     names = {"a_0/kernel": ("embed", "mlp"), "a_2/kernel": ("embed", "mlp"), "a_1/kernel": ("mlp", "embed")}
     layout = with_rules(spmd.Layout.load("tensor_parallel"), names, [*names])
     assert {rule.path for rule in layout.params} == {*names}
@@ -230,7 +230,7 @@ def test_training_equals_one_device(name, model, batch, expected):
 def test_axes():
     axes = Axes()
     (a, b), (c, d) = axes.new((4, 6)), axes.new((8, 6))
-    assert not axes.meets(a)
+    assert not axes.is_shared(a)
     axes.join(a, c)
     axes.join(b, d)
-    assert axes.find(a) == axes.find(c) != axes.find(b) and axes.gcd(c) == 4 and axes.meets(a)
+    assert axes.find(a) == axes.find(c) != axes.find(b) and axes.gcd(c) == 4 and axes.is_shared(a)
