@@ -40,6 +40,7 @@ from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.model_setup import PlacedModel, TrainConfig
+from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, replicated_moments
 from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
@@ -165,7 +166,8 @@ class Trainer:
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
-        unsharded, moments = replicated_moments(placed.abstract_state, self.resolved), jax.tree.leaves(placed.abstract_state.opt)
+        state = dataclasses.replace(placed.abstract_state, opt=inner_state(placed.abstract_state.opt))
+        unsharded, moments = replicated_moments(state, self.resolved), jax.tree.leaves(state.opt)
         if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
             names = ", ".join(unsharded[:3])
             lines.append(f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {names}, ...")

@@ -13,6 +13,7 @@ from spmd.train.state import check_optimizer
 from spmd.tree import Tree
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**40  # of the scale
+MOST = float(jnp.finfo(jnp.float16).max)
 MAX_IN_A_ROW = 32  # skipped updates: the scale is then 2**-32 of what it was, so it cannot be the cause
 
 
@@ -40,16 +41,18 @@ class Scaled(optax.GradientTransformationExtraArgs):
     """What `scale_loss` returns; under this type `with_loss_scale` knows it."""
 
 
-def scale_loss(optimizer: Any, initial: float = 2.0**15, *, every: int = 2000) -> optax.GradientTransformationExtraArgs:
+def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -> optax.GradientTransformationExtraArgs:
     """An optimizer that keeps the scale of a loss whose gradients are computed in float16.
 
-    The loss is multiplied by `state.scale` before the backward pass, and the gradients are divided by it in float32 after: both are the
-    caller's, in spmd's step the step's. If a gradient is then not finite, no update is made, and the scale is halved. After `every`
-    updates in a row it is doubled. (Micikevicius et al., arXiv:1710.03740, section 3.2.) What is skipped is as in `skip_spikes`.
+    The mean loss is multiplied by `state.scale` before the backward pass, and the gradients are divided by it in float32 after: both
+    are the caller's, in spmd's step the step's. If one is then not finite, or was too large for float16 when it was scaled, no update is
+    made, and the scale is halved. After `every` updates in a row it is doubled. (Micikevicius et al., arXiv:1710.03740, section 3.2.)
+    What is skipped is as in `skip_spikes`.
 
     `fit`, `Trainer` and `sweep` with `precision="float16"` put it around their optimizer; put it there yourself for other numbers. They
-    multiply the loss of each row, so the scale means the same for any number of rows and workers. They measure `loss_scale` (of the
-    next step) and `skipped` (0 or 1), and of skipped steps `skips_left`: `fit` ends when 32 in a row were skipped.
+    measure `loss_scale` (of the next step) and `skipped` (0 or 1), and of skipped steps `skips_left`: `fit` ends when 32 in a row were
+    skipped. Gradients are too large if those of all rows together are, so the decision does not depend on how many rows a device has;
+    but where gradients of single devices overflow and cancel in the sum, a mesh of other devices may not skip that step.
 
     Args:
       optimizer: any optax gradient transformation.
@@ -71,14 +74,17 @@ def scale_loss(optimizer: Any, initial: float = 2.0**15, *, every: int = 2000) -
     """
     tx = check_optimizer(optimizer)
     if isinstance(initial, bool) or not isinstance(initial, numbers.Real) or not SMALLEST <= initial <= LARGEST:
-        raise OptionError(f"scale_loss: initial={short_repr(initial)}.", fix="from 2.0**-24 to 2.0**40, such as 2.0**15.")
+        raise OptionError(f"scale_loss: initial={short_repr(initial)}.", fix="from 2.0**-24 to 2.0**40, such as 2.0**20.")
     check_integer(every, "scale_loss: every")
 
     def init(params: Tree) -> LossScale:
         return LossScale(tx.init(params), jnp.float32(initial), jnp.int32(0), jnp.int32(0), jnp.int32(MAX_IN_A_ROW), jnp.bool(True))
 
-    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, LossScale]:
-        applied = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates)] or [jnp.bool(True)]).all()
+    def update(updates: Tree, state: Any, params: Tree = None, *, factor: jax.Array | None = None, **extra: Any) -> tuple[Tree, LossScale]:
+        """`factor`: by which all gradients were larger in the backward pass; None: the scale."""
+        factor = state.scale if factor is None else factor
+        held = [(jnp.abs(leaf).astype(jnp.float32) * factor <= MOST).all() for leaf in jax.tree.leaves(updates)]  # NaN is not
+        applied = jnp.stack(held or [jnp.bool(True)]).all()
         updates, inner = where_applied(applied, *tx.update(updates, state.inner, params, **extra), state.inner)
         since = jnp.where(applied, state.since + 1, 0)
         scale = jnp.where(applied, jnp.where(since == every, 2 * state.scale, state.scale), state.scale / 2)

@@ -40,6 +40,11 @@ def _parts(opt: Any) -> tuple[LossScale | None, SpikeSkip | None]:
     return scale, inside if isinstance(inside, SpikeSkip) else None
 
 
+def inner_state(opt: Any) -> Any:
+    """The state of the optimizer inside `scale_loss` and `skip_spikes`."""
+    return next((part.inner for part in reversed(_parts(opt)) if part is not None), opt)
+
+
 def measure_skips(opt: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Values and counts (1 or 0) by name, from an optimizer's new state. Limits and `skips_left` are those of a skipped update."""
     scale, spikes = _parts(opt)
@@ -80,9 +85,9 @@ def check_skips(opt: Any, sync: GradientSync) -> None:
     """
     known = {id(part) for part in _parts(opt) if part is not None}
     for node in nodes(opt):
-        name = "skip_spikes" if isinstance(node, SpikeSkip) else "scale_loss" if isinstance(node, LossScale) else None
-        if name is None:
+        if not isinstance(node, SpikeSkip | LossScale):
             continue
+        name = "skip_spikes" if isinstance(node, SpikeSkip) else 'scale_loss, which precision="float16" needs,'
         if sync.local or sync.asynchronous:
             mode = sync.resolved.layout.parameter_server.mode
             why = f'under a parameter server in mode "{mode}", workers or servers make updates of their own, and would decide differently.'
@@ -90,7 +95,7 @@ def check_skips(opt: Any, sync: GradientSync) -> None:
             raise OptimizerError(f"{name} cannot skip an update everywhere: {why}", fix=fix)
         if id(node) not in known:
             why = "it is a part of the optimizer, and the rest would not skip with it."
-            fix = f"{name}(...) around the entire optimizer" + ("." if name == "scale_loss" else ", and scale_loss, if any, around that.")
+            fix = "scale_loss(skip_spikes(optimizer)), or one of the two, around the entire optimizer."
             raise OptimizerError(f"{name} would skip half of an update: {why}", fix=fix)
 
 

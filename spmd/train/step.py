@@ -104,7 +104,7 @@ def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events
       weights: float32[rows], 1 for a row of data and 0 for padding, sharded likewise.
       events: what the parameter server's clock says about this step; empty without one.
     """
-    state, events = step.rule.begin(state, events), events | loss_scale(state.opt)
+    state, events = step.rule.begin(state, events), events | scale_of_sum(step, state, weights)
     # 1 to 6, on every worker: gather parameters, compute gradients, reduce them
     reduced, stats = reduced_gradients(step, state, batch, weights, events)
     # 7 and 8: the optimizer and its update, on global arrays, so that a norm of the gradients is that of all of them
@@ -115,6 +115,13 @@ def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events
         comm_state, stats = jax.tree.map(kept, (state.exchange, state.stats), (comm_state, stats))
     metrics = jnp.concatenate([all_metrics(reduced, events), pack_skips(opt)], axis=1)
     return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen), metrics
+
+
+def scale_of_sum(step: Step, state: State, weights: jax.Array) -> dict[str, jax.Array]:
+    """Where the optimizer keeps a scale of the mean loss: by what the sum over the rows of all workers is multiplied, an event."""
+    rows = weights.shape[0] * (step.rule.sync.resolved.workers if step.over_workers else 1)
+    power_of_two = 2.0 ** (rows - 1).bit_length()  # which rounds nothing
+    return {name: scale / power_of_two for name, scale in loss_scale(state.opt).items()}
 
 
 def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Reduced, Tree]:

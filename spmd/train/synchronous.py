@@ -8,7 +8,7 @@ import optax
 
 from spmd.sync.parameter_sync import gather_updates
 from spmd.train.host_memory import back_to_host, to_device
-from spmd.train.skipped_updates import skipped
+from spmd.train.skipped_updates import LOSS_SCALE, skipped
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, Reduced, UpdateRule
 from spmd.tree import Tree
@@ -37,8 +37,10 @@ class Synchronous(UpdateRule):
 
     def update(self, state: State, reduced: Reduced, loss: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
         """The optimizer's step."""
-        del events
-        updates, opt = self.optimizer.update(reduced.values, to_device(state.opt), state.params, value=loss)
+        extra = {"value": loss}
+        if LOSS_SCALE in events:
+            extra["factor"] = events[LOSS_SCALE] * reduced.metrics[1, 0]
+        updates, opt = self.optimizer.update(reduced.values, to_device(state.opt), state.params, **extra)
         params = optax.apply_updates(state.params, gather_updates(self.sync, updates))
         return params, back_to_host(opt, state.opt), reduced.comm_state
 
