@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.train.spike_skip import where_applied
+from spmd.train.spike_skip import init_alone, where_applied
 from spmd.train.state import check_optimizer
 from spmd.tree import Tree
 
@@ -61,6 +61,7 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
 
     Raises:
       OptimizerError: `optimizer` is no gradient transformation.
+      CommunicationError: as of `skip_spikes`.
       OptionError: `initial` or `every` is out of range.
 
     Example:
@@ -78,7 +79,9 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
     check_integer(every, "scale_loss: every")
 
     def init(params: Tree) -> LossScale:
-        return LossScale(tx.init(params), jnp.float32(initial), jnp.int32(0), jnp.int32(0), jnp.int32(MAX_IN_A_ROW), jnp.bool(True))
+        return LossScale(
+            init_alone("scale_loss", tx, params), jnp.float32(initial), jnp.int32(0), jnp.int32(0), jnp.int32(MAX_IN_A_ROW), jnp.bool(True)
+        )
 
     def update(updates: Tree, state: Any, params: Tree = None, *, factor: jax.Array | None = None, **extra: Any) -> tuple[Tree, LossScale]:
         """`factor`: by which all gradients were larger in the backward pass; None: the scale."""

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.errors import OptionError, check_integer, short_repr
+from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
 from spmd.train.state import check_optimizer
 from spmd.tree import Tree
+from spmd.wire.transformations import communicates
 
 LEAST = 0.01  # of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all values are alike
 
@@ -63,6 +64,7 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
 
     Raises:
       OptimizerError: `optimizer` is no gradient transformation.
+      CommunicationError: in `init`: the optimizer communicates itself; `optax.chain(wire.all_reduce(...), skip_spikes(...))`.
       OptionError: `sigmas`, `window` or `max_in_a_row` is out of range.
 
     Example:
@@ -83,7 +85,9 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
 
     def init(params: Tree) -> SpikeSkip:
         counts = jnp.int32(0), jnp.int32(0), jnp.int32(max_in_a_row)
-        return SpikeSkip(tx.init(params), jnp.zeros((2, window)), *counts, jnp.zeros(2), jnp.full(2, jnp.inf), jnp.bool(True))
+        return SpikeSkip(
+            init_alone("skip_spikes", tx, params), jnp.zeros((2, window)), *counts, jnp.zeros(2), jnp.full(2, jnp.inf), jnp.bool(True)
+        )
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, SpikeSkip]:
         value = extra.get("value")
@@ -109,6 +113,19 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def init_alone(name: str, optimizer: optax.GradientTransformationExtraArgs, params: Tree) -> Any:
+    """The first state of an optimizer that gets mean gradients.
+
+    Raises:
+      CommunicationError: it communicates, so it gets those of a worker.
+    """
+    inner = optimizer.init(params)
+    if communicates(inner):
+        why = "it looks at each worker's own gradients, before they are reduced, so workers would decide differently."
+        raise CommunicationError(f"{name} around a communication: {why}", fix=f"optax.chain(wire.all_reduce(...), {name}(optimizer)).")
+    return inner
 
 
 def where_applied(applied: jax.Array, updates: Tree, inner: Any, before: Any) -> tuple[Tree, Any]:

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.errors import LossError, OptimizerError, OptionError, SpmdError
+from spmd import wire
+from spmd.errors import CommunicationError, LossError, OptimizerError, OptionError, SpmdError
 from spmd.optimizers import average_weights, scale_loss, skip_spikes
 from spmd.tree import flatten
 from tests.train.served import FEATURES, MOMENTUM, data, served
@@ -236,6 +237,48 @@ def test_skips_add_no_collective_but_of_scalars(layout):
         spikes.remove(each)
     shapes = [shape for kind, shape in spikes]
     assert plain and shapes == ([] if layout == "data_parallel" else [SCALAR] * len(shapes)) and (shapes or layout == "data_parallel")
+
+
+# in a loop of one's own ----------------------------------------------------------------------------------------------
+
+
+def own_loop(tx, steps=STEPS):
+    """Parameters and state on every worker after each step, of a plain `jax.shard_map` loop; one worker's rows have the spike."""
+    mesh, params = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), {"w": jnp.zeros((FEATURES, 5))}
+    state = wire.init(tx, params, mesh)
+
+    def step(params, state, x, y):
+        def loss(params):
+            return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"], y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=jax.lax.pmean(value, "data"))
+        return optax.apply_updates(params, updates), state
+
+    specs = (jax.P(), wire.specs(state))
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*specs, jax.P("data"), jax.P("data")), out_specs=specs, check_vma=False))
+    seen = []
+    for number in range(steps):
+        rows = batch(number)
+        params, state = step(params, state, rows["x"], rows["y"])
+        seen.append(jax.tree.map(jnp.copy, (params, state)))
+    return seen
+
+
+@pytest.mark.system
+def test_skip_spikes_behind_a_communication_in_a_loop_of_ones_own():
+    seen = own_loop(optax.chain(wire.all_reduce("data"), SPIKES))
+    for shard in [shard.data for shard in seen[BAD][0]["w"].addressable_shards]:
+        np.testing.assert_array_equal(shard, seen[BAD - 1][0]["w"])
+    assert [int(state[1].skipped) for _, state in seen] == [0] * BAD + [1] * (STEPS - BAD)
+
+
+def test_skip_spikes_where_workers_would_decide_differently(golden):
+    with pytest.raises(CommunicationError) as caught:
+        own_loop(skip_spikes(optax.chain(wire.all_reduce("data"), MOMENTUM)), 1)
+    golden("skipped_updates_around_a_communication", str(caught.value))
+    with pytest.raises(SpmdError, match="each worker has only its shard"):
+        own_loop(wire.zero1("data", SPIKES), 1)
 
 
 # float16 -------------------------------------------------------------------------------------------------------------
