@@ -180,7 +180,8 @@ def fit(
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
       log_every: steps per record; each record is the mean over them.
       progress: True, False, or "auto" (in a terminal or a notebook).
-      precision: "float32", or "bfloat16": forward and backward in bfloat16, parameters and optimizer in float32.
+      precision: "float32"; or "bfloat16" or "float16": forward and backward in these, parameters and optimizer in float32. For float16,
+        `spmd.optimizers.scale_loss` is put around the optimizer, unless it is there.
       accumulate: microbatches per update; gradients are reduced once per update.
       shuffle: whether to reshuffle arrays in each epoch (True for arrays); the order depends on `seed`.
       prefetch: batches of an iterable to read ahead.
@@ -201,7 +202,7 @@ def fit(
       ClusterError: the processes of a run of several do not agree, or do not arrive in time.
       SystemExit: with 143 after SIGTERM; with a checkpoint folder, once the state is saved.
       DeviceMemoryError: a step needs more memory than a device has.
-      DivergedError: the loss is not finite.
+      DivergedError: the loss is not finite, or too many updates in a row were skipped (`spmd.optimizers.skip_spikes`).
 
     Example:
       >>> import optax, spmd
