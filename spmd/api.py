@@ -99,7 +99,7 @@ class Result:
 
     @functools.cached_property
     def averaged(self) -> "Result":
-        """The same with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the last weights.
+        """The same with the average of the weights, as `Trainer.averaged`, in place of the last weights.
 
         So `result.averaged.model` has them, `result.averaged.export(folder)` writes them, and so on. Its history is that of the run.
 
@@ -171,7 +171,8 @@ def fit(
       batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
       epochs, steps: the length of the run; give one of them, or neither for one epoch.
       eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
-      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` keeps, and not the newest weights.
+      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or `optax.contrib.schedule_free` keeps, and
+        not the newest weights.
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
       checkpoint: a folder, or a `Checkpoint` with more options. `resume=True` resumes from the newest checkpoint there, on the same
@@ -343,7 +344,7 @@ def _check_evaluation(
     if eval_data is None:
         return ()
     if eval_average:
-        average_of(trainer.abstract_state.opt)
+        jax.eval_shape(average_of, trainer.abstract_state.opt, trainer.abstract_state.params)
     return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.eval_names
 
 

@@ -340,13 +340,14 @@ class Trainer:
                     yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
 
     def averaged(self, state: State) -> State:
-        """The state with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the weights.
+        """The state with the average of the weights in place of the weights: that which `spmd.optimizers.average_weights` keeps, or
+        the one of `optax.contrib.schedule_free` (`schedule_free_eval_params`), whose optimizers are to be evaluated with it.
 
         It can be evaluated, exported, rebuilt as a model, and passed to `predict`. All but the weights is that of `state`, in the same
         arrays, which a step from either of the two consumes.
 
         Raises:
-          OptimizerError: the optimizer keeps no average.
+          OptimizerError: the optimizer keeps no average, or not that of all weights.
 
         Example:
           trainer.evaluate(trainer.averaged(state), test_data, batch_size=128)

@@ -214,12 +214,12 @@ class PlacedModel:
 
     def averaged(self, state: State) -> State:
         """A state with the average of the weights in place of the weights, in their dtypes and shardings."""
-        return dataclasses.replace(state, params=self._place_average(average_of(state.opt)))
+        return dataclasses.replace(state, params=self._place_average(state.opt, state.params))
 
     @functools.cached_property
-    def _place_average(self) -> Callable[[Tree], Tree]:
-        def place(average: Tree) -> Tree:
-            return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), to_device(average), self._abstract.params)
+    def _place_average(self) -> Callable[[Any, Tree], Tree]:
+        def place(opt: Any, params: Tree) -> Tree:
+            return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), average_of(to_device(opt), params), params)
 
         return jax.jit(place, out_shardings=self.shardings.params)
 

@@ -116,17 +116,26 @@ def _widened(leaf: Any) -> jax.Array:
     return jnp.array(leaf, wide, copy=True)
 
 
-def average_of(opt: Any) -> Tree:
-    """The average in an optimizer's state.
+def average_of(opt: Any, params: Tree) -> Tree:
+    """The average that an optimizer keeps: that of `average_weights`; or of `optax.contrib.schedule_free`, from its state and the weights.
+
+    Args:
+      opt, params: of a state.
 
     Raises:
-      OptimizerError: it keeps none.
+      OptimizerError: it keeps none, or not that of all weights.
     """
-    averages = _averages(opt)
-    if not averages:
+    averages, free = _found(opt, WeightAverage), _found(opt, optax.contrib.ScheduleFreeState)
+    if averages:
+        return averages[0][0].average
+    if not free:
         fix = "optimizer=spmd.optimizers.average_weights(optimizer), whose updates are the same."
         raise OptimizerError(f"the optimizer keeps no average of the weights.\n    fix: {fix}")
-    return averages[0][0].average
+    (state, outside), shapes = free[0], {path: leaf.shape for path, leaf in flatten(params).items()}
+    if len(free) > 1 or outside or {path: leaf.shape for path, leaf in flatten(state.z).items()} != shapes:
+        why = "optax.contrib.schedule_free is a part of the optimizer, so its average is not that of all weights as they are updated."
+        raise OptimizerError(why, fix="schedule_free around all of the optimizer; what it wraps may be a chain.")
+    return optax.contrib.schedule_free_eval_params(state, params)
 
 
 def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync) -> None:
@@ -139,7 +148,7 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
       OptimizerError: it sees other updates than the weights get, or not all weights.
     """
     problem, fix = "", ""
-    for state, outside in _averages(opt):
+    for state, outside in _found(opt, WeightAverage):
         missing = [path for path in flatten(params) if path not in flatten(state.average)]
         if sync.local or sync.asynchronous:
             server = resolved.layout.parameter_server
@@ -165,13 +174,13 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
         raise OptimizerError(f"average_weights would not average the weights as they are: {problem}\n    fix: {fix}")
 
 
-def _averages(node: Any, outside: str = "") -> list[tuple[WeightAverage, str]]:
-    """The outermost states of `average_weights`, each with what is around it and may change its updates; "" if nothing may."""
-    if isinstance(node, WeightAverage):
+def _found(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]:
+    """The outermost states of this kind, each with what is around it and may change its updates; "" if nothing may."""
+    if isinstance(node, kind):
         return [(node, outside)]
     found, parts = [], children(node)
     for number, child in enumerate(parts, 1):
         last_of_chain = type(node) is tuple and number == len(parts)
         around = "a transformation behind it in optax.chain" if type(node) is tuple else f"what has the state {type(node).__name__}"
-        found += _averages(child, outside or ("" if last_of_chain or isinstance(node, UNCHANGED) else around))
+        found += _found(child, kind, outside or ("" if last_of_chain or isinstance(node, UNCHANGED) else around))
     return found
