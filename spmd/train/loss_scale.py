@@ -85,8 +85,8 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
 
     def update(updates: Tree, state: Any, params: Tree = None, *, factor: jax.Array | None = None, **extra: Any) -> tuple[Tree, LossScale]:
         """`factor`: by which all gradients were larger in the backward pass; None: the scale."""
-        factor = state.scale if factor is None else factor
-        held = [(jnp.abs(leaf).astype(jnp.float32) * factor <= MOST).all() for leaf in jax.tree.leaves(updates)]  # NaN is not
+        larger = state.scale if factor is None else factor
+        held = [(jnp.abs(leaf).astype(jnp.float32) * larger <= MOST).all() for leaf in jax.tree.leaves(updates)]  # NaN is not
         applied = jnp.stack(held or [jnp.bool(True)]).all()
         updates, inner = where_applied(applied, *tx.update(updates, state.inner, params, **extra), state.inner)
         since = jnp.where(applied, state.since + 1, 0)
