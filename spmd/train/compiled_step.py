@@ -32,7 +32,7 @@ from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
 from spmd.train.compiler_options import check_compiler_options, without_buffering
-from spmd.train.differentiable import check_gradient
+from spmd.train.differentiable import check_gradient, check_products
 from spmd.train.export_step import export_step
 from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
@@ -463,5 +463,6 @@ def prepare_program(placed: PlacedModel, sample: Tree) -> Program:
     check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.config.accumulate)  # after the layout's own problems
     check_loss_scale(placed.abstract_state.opt, placed.config.precision)
     program = Program(placed, sample)
+    check_products(program._jaxpr.jaxpr, placed.platform)
     check_gradient(program._jaxpr.jaxpr, len(jax.tree.leaves(placed.abstract_state.params)))
     return program

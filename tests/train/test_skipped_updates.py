@@ -408,6 +408,19 @@ def prepare(layout="data_parallel", optimizer=SPIKES, **how):
     trainer_on(layout, optimizer=optimizer, **how).prepare(data())
 
 
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.attend = nnx.MultiHeadAttention(2, FEATURES, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.attend(x[:, None])[:, 0, :5]
+
+
+def attention_in_float16():
+    how = {"loss": spmd.losses.cross_entropy, "optimizer": MOMENTUM, "precision": "float16"}
+    spmd.Trainer(lambda: Attention(nnx.Rngs(0)), **how).prepare(data())
+
+
 def own_norm(model, batch):
     return spmd.losses.cross_entropy(model, batch), {"grad_norm": jnp.float32(0)}
 
@@ -432,6 +445,7 @@ ERRORS = {
     "scale for float32": lambda: prepare(optimizer=scale_loss(MOMENTUM)),
     "scale for bfloat16": lambda: prepare(optimizer=scale_loss(MOMENTUM), precision="bfloat16"),
     "average outside": lambda: prepare(optimizer=average_weights(SPIKES)),
+    "attention in float16 on a CPU": attention_in_float16,
     "metric of its name": lambda: prepare(loss=own_norm),
 }
 
