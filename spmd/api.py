@@ -50,6 +50,7 @@ from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
 from spmd.train.weight_average import average_of
+from spmd.train.wrapped_optimizer import options_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
 from spmd.user_paths import wrap_os_errors
@@ -305,6 +306,7 @@ def about_run(trainer: Trainer, reader: Source, program: Program | None = None) 
             "precision": config.precision,
             "accumulate": config.accumulate,
             **{name: value for name, value in chosen.items() if value},
+            **options_of(trainer.placed.optimizer),
         },
         "storage": trainer.packing,
     }

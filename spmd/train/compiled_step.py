@@ -46,7 +46,7 @@ from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.program_facts import facts_of_program, text_facts
 from spmd.train.remat import check_remat
-from spmd.train.skipped_updates import check_loss_scale, check_skips, skip_names
+from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_notes, skip_names
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
@@ -102,6 +102,7 @@ class Program:
         self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, inputs, blocks, left)
         self.sync, accumulation = choose_accumulation(placed, self.sync)
         self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
+        self.notes += scale_notes(placed.abstract_state.opt)
         self._loss_names = (LOSS, *extra)
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += skip_names(placed.abstract_state.opt)

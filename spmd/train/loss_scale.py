@@ -10,6 +10,7 @@ import optax
 from spmd.errors import OptionError, check_integer, short_repr
 from spmd.train.spike_skip import init_alone, where_applied
 from spmd.train.state import check_optimizer
+from spmd.train.wrapped_optimizer import options_of, wrap_optimizer
 from spmd.tree import Tree
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**40  # of the scale
@@ -35,10 +36,6 @@ class LossScale(NamedTuple):
     skipped: jax.Array
     left: jax.Array
     applied: jax.Array
-
-
-class Scaled(optax.GradientTransformationExtraArgs):
-    """What `scale_loss` returns; under this type `with_loss_scale` knows it."""
 
 
 def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -> optax.GradientTransformationExtraArgs:
@@ -68,10 +65,12 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
       >>> optimizer = scale_loss(optax.sgd(0.5), 2.0**10)
       >>> params = jnp.float32(3)
       >>> state = optimizer.init(params)
-      >>> scaled = jax.grad(lambda params: (1e-8 * params.astype(jnp.float16)).astype(jnp.float32) * state.scale)(params)
+      >>> def loss(params):
+      ...     return (1e-4 * (1e-4 * params.astype(jnp.float16))).astype(jnp.float32)
+      >>> scaled = jax.grad(lambda params: loss(params) * state.scale)(params)
       >>> updates, state = optimizer.update(scaled / state.scale, state, params)
-      >>> f"{float(updates):.1e}", float(state.scale)
-      ('-5.0e-09', 1024.0)
+      >>> float(jax.grad(loss)(params)), f"{float(updates):.1e}"
+      (0.0, '-5.0e-09')
     """
     tx = check_optimizer(optimizer)
     if isinstance(initial, bool) or not isinstance(initial, numbers.Real) or not SMALLEST <= initial <= LARGEST:
@@ -100,9 +99,10 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
             applied,
         )
 
-    return Scaled(init, update)
+    return wrap_optimizer("scale_loss", init, update, tx, every=every)
 
 
 def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs, precision: str) -> optax.GradientTransformationExtraArgs:
     """An optimizer for this precision: for float16 one that keeps a scale of the loss."""
-    return scale_loss(optimizer) if precision == "float16" and not isinstance(optimizer, Scaled) else optimizer
+    scales = any(name.startswith("scale_loss") for name in options_of(optimizer))
+    return scale_loss(optimizer) if precision == "float16" and not scales else optimizer

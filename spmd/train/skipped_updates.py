@@ -40,6 +40,12 @@ def _parts(opt: Any) -> tuple[LossScale | None, SpikeSkip | None]:
     return scale, inside if isinstance(inside, SpikeSkip) else None
 
 
+def scale_notes(opt: Any) -> list[str]:
+    """What a person should know of a scale of the loss."""
+    line = "gradients in float16: the loss is scaled, and an update whose gradients overflow is skipped (metrics loss_scale and skipped)."
+    return [line] if loss_scale(opt) else []
+
+
 def inner_state(opt: Any) -> Any:
     """The state of the optimizer inside `scale_loss` and `skip_spikes`."""
     return next((part.inner for part in reversed(_parts(opt)) if part is not None), opt)

@@ -9,6 +9,7 @@ import optax
 
 from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
 from spmd.train.state import check_optimizer
+from spmd.train.wrapped_optimizer import wrap_optimizer
 from spmd.tree import Tree
 from spmd.wire.transformations import communicates
 
@@ -112,7 +113,7 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
             applied,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return wrap_optimizer("skip_spikes", init, update, tx, sigmas=float(sigmas), max_in_a_row=max_in_a_row)
 
 
 def init_alone(name: str, optimizer: optax.GradientTransformationExtraArgs, params: Tree) -> Any:

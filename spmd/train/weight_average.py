@@ -15,6 +15,7 @@ from spmd.sync.gradient_sync import GradientSync
 from spmd.train.loss_scale import LossScale
 from spmd.train.spike_skip import SpikeSkip
 from spmd.train.state import check_optimizer
+from spmd.train.wrapped_optimizer import wrap_optimizer
 from spmd.tree import Tree, children, flatten, nodes
 
 # What may be around it: these pass its updates as they are, or make no update at all.
@@ -101,7 +102,8 @@ def average_weights(
         weights = jax.tree.map(_widened, optax.apply_updates(params, updates))
         return updates, WeightAverage(inner, state.updates + 1, jax.tree.map(step, state.average, weights))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    rate = None if decay is None else float(decay)
+    return wrap_optimizer("average_weights", init, update, tx, decay=rate, start=start, every=every)
 
 
 def _rate(number: jax.Array, decay: float | None) -> jax.Array:

@@ -375,6 +375,15 @@ def test_float16_finds_the_same_scale_on_every_mesh(place):
         np.testing.assert_allclose(params[path], leaf, rtol=0, atol=2e-3, err_msg=path)
 
 
+def test_float16_is_noted():
+    notes = []
+    for precision in ("float16", "bfloat16"):
+        trainer = trainer_on(precision=precision, optimizer=MOMENTUM)
+        trainer.prepare(data())
+        notes.append([line for line in trainer.notes() if line.startswith("gradients in float16: the loss is scaled")])
+    assert [len(lines) for lines in notes] == [1, 0]
+
+
 @pytest.mark.system
 def test_overflow_is_no_spike():
     """What float16 cannot hold never reaches the band."""
