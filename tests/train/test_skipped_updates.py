@@ -158,6 +158,7 @@ def test_spike_of_one_worker_is_skipped_everywhere(place):
     check_spike(*train(trainer_on(*PLACES[place])), alone(), 2e-6)
 
 
+@pytest.mark.system
 def test_spike_that_is_not_skipped_moves_the_weights():
     """The control: without the wrapper, and with a band that is wide enough, the same batch is an update."""
     moves = {}
