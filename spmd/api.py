@@ -51,6 +51,7 @@ from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
 from spmd.train.weight_average import average_of
+from spmd.train.wrapped_optimizer import options_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
 from spmd.user_paths import wrap_os_errors
@@ -103,7 +104,7 @@ class Result:
 
     @functools.cached_property
     def averaged(self) -> "Result":
-        """The same with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the last weights.
+        """The same with the average of the weights, as `Trainer.averaged`, in place of the last weights.
 
         So `result.averaged.model` has them, `result.averaged.export(folder)` writes them, and so on. Its history is that of the run.
 
@@ -177,7 +178,8 @@ def fit(
       batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
       epochs, steps: the length of the run; give one of them, or neither for one epoch.
       eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
-      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` keeps, and not the newest weights.
+      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or `optax.contrib.schedule_free` keeps, and
+        not the newest weights.
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
       checkpoint: a folder, or a `Checkpoint` with more options. `resume=True` resumes from the newest checkpoint there, on the same
@@ -186,7 +188,8 @@ def fit(
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
       log_every: steps per record; each record is the mean over them, with rates such as tokens per second.
       progress: True, False, or "auto" (in a terminal or a notebook).
-      precision: "float32", or "bfloat16": forward and backward in bfloat16, parameters and optimizer in float32.
+      precision: "float32"; or "bfloat16" or "float16": forward and backward in these, parameters and optimizer in float32. For float16,
+        `spmd.optimizers.scale_loss` is put around the optimizer, unless it is there.
       accumulate: microbatches per update; gradients are reduced once per update.
       shuffle: whether to reshuffle arrays in each epoch (True for arrays); the order depends on `seed`.
       prefetch: batches of an iterable to read ahead.
@@ -207,7 +210,7 @@ def fit(
       ClusterError: the processes of a run of several do not agree, or do not arrive in time.
       SystemExit: with 143 after SIGTERM; with a checkpoint folder, once the state is saved.
       DeviceMemoryError: a step needs more memory than a device has.
-      DivergedError: the loss is not finite.
+      DivergedError: the loss is not finite, or too many updates in a row were skipped (`spmd.optimizers.skip_spikes`).
 
     Example:
       >>> import optax, spmd
@@ -312,6 +315,7 @@ def about_run(trainer: Trainer, reader: Source, program: Program | None = None) 
             "precision": config.precision,
             "accumulate": config.accumulate,
             **{name: value for name, value in chosen.items() if value},
+            **options_of(trainer.placed.optimizer),
         },
         "storage": trainer.packing,
     }
@@ -364,7 +368,7 @@ def _check_evaluation(
     if eval_data is None:
         return ()
     if eval_average:
-        average_of(trainer.abstract_state.opt)
+        jax.eval_shape(average_of, trainer.abstract_state.opt, trainer.abstract_state.params)
     return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.eval_names
 
 

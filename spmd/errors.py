@@ -19,7 +19,7 @@
     │   └── RendezvousTimeout  some processes did not connect in time; a restart may help
     ├── CallbackError        a callback or a logger raises something else
     ├── ProcessError         a process that a notebook started fails or exits
-    ├── DivergedError        a watched metric stopped being finite
+    ├── DivergedError        a watched metric stopped being finite, or too many updates were skipped
     ├── OptionError          an invalid argument of `fit`, `Trainer` or a callback
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 

@@ -40,6 +40,7 @@ from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.model_setup import PlacedModel, TrainConfig
+from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, replicated_moments
 from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
@@ -166,7 +167,8 @@ class Trainer:
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
-        unsharded, moments = replicated_moments(placed.abstract_state, self.resolved), jax.tree.leaves(placed.abstract_state.opt)
+        state = dataclasses.replace(placed.abstract_state, opt=inner_state(placed.abstract_state.opt))
+        unsharded, moments = replicated_moments(state, self.resolved), jax.tree.leaves(state.opt)
         if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
             names = ", ".join(unsharded[:3])
             lines.append(f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {names}, ...")
@@ -347,13 +349,14 @@ class Trainer:
 
     @outside_of_mesh()
     def averaged(self, state: State) -> State:
-        """The state with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the weights.
+        """The state with the average of the weights in place of the weights: that which `spmd.optimizers.average_weights` keeps, or
+        the one of `optax.contrib.schedule_free` (`schedule_free_eval_params`), whose optimizers are to be evaluated with it.
 
         It can be evaluated, exported, rebuilt as a model, and passed to `predict`. All but the weights is that of `state`, in the same
         arrays, which a step from either of the two consumes.
 
         Raises:
-          OptimizerError: the optimizer keeps no average.
+          OptimizerError: the optimizer keeps no average, or not that of all weights.
 
         Example:
           trainer.evaluate(trainer.averaged(state), test_data, batch_size=128)

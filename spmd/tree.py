@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,6 +32,23 @@ def flatten(tree: Tree) -> dict[str, Any]:
 def map_paths(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`jax.tree.map`, with the leaf's path as the first argument."""
     return jax.tree_util.tree_map_with_path(lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest)
+
+
+def children(node: Tree) -> list[Any]:
+    """The subtrees of a node; none of a leaf."""
+    below = jax.tree.leaves(node, is_leaf=lambda part: part is not node)
+    return [] if len(below) == 1 and below[0] is node else below
+
+
+def nodes(tree: Tree) -> Iterator[Any]:
+    """A tree and all of its subtrees.
+
+    >>> list(nodes((1, [2])))
+    [(1, [2]), 1, [2], 2]
+    """
+    yield tree
+    for child in children(tree):
+        yield from nodes(child)
 
 
 def abstract(tree: Tree, sharding: jax.sharding.Sharding | None = None) -> Tree:

@@ -24,6 +24,7 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
+from spmd.train.skipped_updates import LEFT
 
 
 class Info:
@@ -173,6 +174,8 @@ class Each(Callback):
 class TerminateOnNaN(Callback):
     """Raise when a watched metric is not finite, in training or in an evaluation. Every run has one by default, which watches the loss.
 
+    A step whose update `spmd.optimizers.skip_spikes` or `scale_loss` skipped may have any metrics: they count those in a row themselves.
+
     Example:
       >>> watch_nothing = TerminateOnNaN(metrics=())
     """
@@ -188,6 +191,8 @@ class TerminateOnNaN(Callback):
 
     def on_step(self, info: Info) -> None:
         """Raise `DivergedError` on the first value that is not finite."""
+        if LEFT in info.metrics:
+            return
         inspect = f"inspect the batch of this step{info.suspects}"
         self._check(info, "", f"lower the learning rate, clip gradients (optax.clip_by_global_norm), or {inspect}.")
 

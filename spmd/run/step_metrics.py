@@ -9,8 +9,10 @@ from spmd.run.callbacks import Info, ReadOnlyMetrics, check_first_loss, notify, 
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
 from spmd.run.loggers import write_record
+from spmd.run.report_skips import report_skip
 from spmd.run.work import peak_memory
 from spmd.train.metrics import IN_FLIGHT, fetch, means
+from spmd.train.skipped_updates import LEFT
 
 
 class StepMetrics:
@@ -24,6 +26,7 @@ class StepMetrics:
         self._samples, self._newest = 0, None
         self._newest_step = (run.step, run.position.epoch)
         self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
+        self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
 
     def add(self, first_step: int, packed: jax.Array, rows: list[int]) -> None:
         """Add the metrics of a call that was dispatched, and read those of earlier calls.
@@ -67,6 +70,8 @@ class StepMetrics:
         newest = first + len(packed) - 1 == run.step
         for offset, sums in enumerate(packed):
             step = first + offset
+            if self._left is not None and sums[1, self._left]:
+                report_skip(step, self._means(sums), self._control.last_checkpoint())
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
                 metrics = ReadOnlyMetrics({**self._means(sums), **program.static_metrics.at(step - 1)})

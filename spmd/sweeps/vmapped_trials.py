@@ -85,7 +85,7 @@ class VmappedTrials:
         return {name: jax.ShapeDtypeStruct(slots, jnp.float32, sharding=sharding) for name in self.study.traced(self.first)}
 
     def _optimizer(self, values: Tree) -> Any:
-        return self.study.optimizer_of({**self.first.all_values, **values})
+        return self.placed.scaled(self.study.optimizer_of({**self.first.all_values, **values}))
 
     # states ------------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
 from spmd.train.compiler_options import check_compiler_options, without_buffering
-from spmd.train.differentiable import check_gradient
+from spmd.train.differentiable import check_gradient, check_products
 from spmd.train.export_step import export_step
 from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
@@ -41,11 +41,12 @@ from spmd.train.losses import nan_causes
 from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import pack
 from spmd.train.model_setup import PlacedModel
-from spmd.train.objective import LEAKS, LOSS, check_loss
+from spmd.train.objective import LEAKS, LOSS, check_loss, check_names
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.program_facts import facts_of_program, text_facts
 from spmd.train.remat import check_remat
+from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_notes, skip_names
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
@@ -86,6 +87,7 @@ class Program:
         self.nan_causes = nan_causes(self._train_objective.loss, self._train_objective.outputs)
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
         check_average(placed.abstract_state.opt, placed.abstract_state.params, placed.resolved, placed.exchange)
+        check_skips(placed.abstract_state.opt, placed.exchange)
         placed.parallel.check_used(placed.resolved.layout.source, chosen)
         check_pipeline(placed)
         placed.exchange.check_rounding()
@@ -100,8 +102,12 @@ class Program:
         self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, inputs, blocks, left)
         self.sync, accumulation = choose_accumulation(placed, self.sync)
         self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
+        self.notes += scale_notes(placed.abstract_state.opt)
         self._loss_names = (LOSS, *extra)
-        self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
+        of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
+        of_step += skip_names(placed.abstract_state.opt)
+        check_names(self._loss_names, of_step)
+        self.names = (*self._loss_names, *of_step)
         self._rowwise = check_loss(value, extra, self.rows)
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
@@ -456,6 +462,8 @@ def prepare_program(placed: PlacedModel, sample: Tree) -> Program:
         options = xla_options(placed.resolved.layout.compiler, placed.platform, devices=placed.mesh.size, layerwise=True)
         check_compiler_options(options, placed.resolved.layout.source, SingleDeviceSharding(placed.mesh.local_devices[0]))
     check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.config.accumulate)  # after the layout's own problems
+    check_loss_scale(placed.abstract_state.opt, placed.config.precision)
     program = Program(placed, sample)
+    check_products(program._jaxpr.jaxpr, placed.platform)
     check_gradient(program._jaxpr.jaxpr, len(jax.tree.leaves(placed.abstract_state.params)))
     return program

@@ -1,11 +1,13 @@
-"""Whether a loss has a gradient at all, from its jaxpr."""
+"""Whether a loss has a gradient at all, and whether it compiles, from its jaxpr."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from spmd.errors import LossError
+from spmd.jaxpr import equations
 
 FLAT = frozenset("stop_gradient argmax argmin sign floor ceil round eq ne lt le gt ge is_finite not and or xor".split())  # gradient zero
 CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint")  # not custom derivatives, which need not be those of what they compute
@@ -41,3 +43,15 @@ def check_gradient(jaxpr: Any, params: int) -> None:
             f"the loss has no gradient: by none of the {params} parameters does it change smoothly, so nothing would be trained.\n"
             "    fix: a loss computed from what the model returns, with no stop_gradient, argmax, rounding or comparison in between."
         )
+
+
+def check_products(jaxpr: Any, platform: str) -> None:
+    """Refuse products of float16 that XLA:CPU does not have: those of `jax.nn.dot_product_attention`, and so of Flax's attention.
+
+    Raises:
+      LossError: the loss has some.
+    """
+    asked = lax.DotAlgorithmPreset.F16_F16_F32
+    if platform == "cpu" and any(found.params.get("precision") is asked for found in equations(jaxpr)):
+        why = "the model computes jax.nn.dot_product_attention in float16, which JAX does not compile for CPUs."
+        raise LossError(why, fix='precision="bfloat16" or "float32" on CPUs; plans for a GPU (--target) and runs on one take float16.')

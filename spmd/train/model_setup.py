@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
@@ -35,6 +36,7 @@ from spmd.sync.param_server.packing import Storage
 from spmd.train.choose_frozen import choose_frozen, with_adapters
 from spmd.train.device_memory import memory_limit, tree_on_device
 from spmd.train.host_memory import check_memory, to_device
+from spmd.train.loss_scale import with_loss_scale
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype
@@ -110,7 +112,7 @@ class PlacedModel:
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
         self.kernels, self._device_memory = kernels or self.platform, device_memory
-        self.objective, self.optimizer = Objective(config.loss, dict(config.metrics or {})), check_optimizer(config.optimizer)
+        self.objective, self.optimizer = Objective(config.loss, dict(config.metrics or {})), self.scaled(config.optimizer)
         self._layout = layout
         self._sample: Tree = None
         self.compiling: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # entered while programs are compiled
@@ -124,6 +126,14 @@ class PlacedModel:
         if layout.adapters == self._layout.adapters:
             other._adapted, other._traced, other.axis_names = self._adapted, self._traced, self.axis_names  # type: ignore[misc]  # as traced here
         return other
+
+    def scaled(self, optimizer: Any) -> optax.GradientTransformationExtraArgs:
+        """An optimizer as training uses it: for float16 it keeps a scale of the loss.
+
+        Raises:
+          OptimizerError: it is no gradient transformation.
+        """
+        return with_loss_scale(check_optimizer(optimizer), self.config.precision)
 
     def learn(self, sample: Tree) -> None:
         """Remember the shapes of a batch; a linen model cannot be initialised without."""
@@ -204,12 +214,12 @@ class PlacedModel:
 
     def averaged(self, state: State) -> State:
         """A state with the average of the weights in place of the weights, in their dtypes and shardings."""
-        return dataclasses.replace(state, params=self._place_average(average_of(state.opt)))
+        return dataclasses.replace(state, params=self._place_average(state.opt, state.params))
 
     @functools.cached_property
-    def _place_average(self) -> Callable[[Tree], Tree]:
-        def place(average: Tree) -> Tree:
-            return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), to_device(average), self._abstract.params)
+    def _place_average(self) -> Callable[[Any, Tree], Tree]:
+        def place(opt: Any, params: Tree) -> Tree:
+            return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), average_of(to_device(opt), params), params)
 
         return jax.jit(place, out_shardings=self.shardings.params)
 

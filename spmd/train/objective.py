@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -195,6 +195,17 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
     for name, metric in extra.items():
         jax.eval_shape(lambda m, w, name=name: as_sum(name, m, w), metric, jax.ShapeDtypeStruct((rows,), jnp.float32))
     return value.shape == (rows,)
+
+
+def check_names(names: Collection[str], others: Collection[str]) -> None:
+    """A metric of the loss must not have the name of one that the step measures itself.
+
+    Raises:
+      LossError: it has.
+    """
+    for name in names:
+        if name in others:
+            raise LossError(f'a metric of the loss is "{name}", which the optimizer\'s step measures, too.', fix="another name for it.")
 
 
 def check_worker(value: Any, rows: int, *, rowwise: bool) -> None:

@@ -1,4 +1,4 @@
-"""Mixed precision: compute in bfloat16, keep parameters, optimizer state and statistics as they are."""
+"""Mixed precision: compute in bfloat16 or float16, keep parameters, optimizer state and statistics as they are."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from spmd.models.base import Variables
 from spmd.models.frozen import is_quantized
 from spmd.tree import Tree
 
-PRECISIONS = {"float32": None, "bfloat16": jnp.bfloat16}
+PRECISIONS = {"float32": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def compute_dtype(precision: str) -> "jnp.dtype | None":
@@ -22,7 +22,7 @@ def compute_dtype(precision: str) -> "jnp.dtype | None":
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
         of_layout = f'products of weights in {precision} are of the layout: [[precision]] rules, spmd.Precision("**", "{precision}").'
-        fix = f"float32 or bfloat16; {of_layout}" if precision in PRODUCTS else did_you_mean(str(precision), PRECISIONS)
+        fix = f"float32, bfloat16 or float16; {of_layout}" if precision in PRODUCTS else did_you_mean(str(precision), PRECISIONS)
         raise OptionError(f'no precision "{precision}".', fix=fix)
     return PRECISIONS[precision]
 

@@ -5,6 +5,7 @@ What the variants do differently is handed to it as an `UpdateRule`: `Synchronou
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.batch_statistics import sync_stats
+from spmd.train.skipped_updates import loss_scale, pack_skips
 from spmd.train.state import State
 from spmd.train.worker_gradients import WorkerGradients, mean, present_workers
 from spmd.tree import Tree, map_paths
@@ -71,6 +73,11 @@ class UpdateRule(abc.ABC):
     def update(self, state: State, reduced: Reduced, loss: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
         """On global arrays: the next parameters, optimizer state and communication state. (`LocalSGD` ran optax in `reduce`.)"""
 
+    def skipped(self, opt: Any) -> Any:
+        """Whether the update was skipped, by the optimizer's new state; communication and batch statistics then stay as they were."""
+        del opt
+        return False
+
     @abc.abstractmethod
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
         """Specs of fields of `State` (None: workers do not see it), and of what `reduce` returns.
@@ -97,13 +104,24 @@ def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events
       weights: float32[rows], 1 for a row of data and 0 for padding, sharded likewise.
       events: what the parameter server's clock says about this step; empty without one.
     """
-    state = step.rule.begin(state, events)
+    state, events = step.rule.begin(state, events), events | scale_of_sum(step, state, weights)
     # 1 to 6, on every worker: gather parameters, compute gradients, reduce them
     reduced, stats = reduced_gradients(step, state, batch, weights, events)
     # 7 and 8: the optimizer and its update, on global arrays, so that a norm of the gradients is that of all of them
     loss = mean_loss(reduced.metrics)
     params, opt, comm_state = step.rule.update(state, reduced, loss, events)
-    return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen), all_metrics(reduced, events)
+    if (skipped := step.rule.skipped(opt)) is not False:
+        kept = functools.partial(jnp.where, skipped)
+        comm_state, stats = jax.tree.map(kept, (state.exchange, state.stats), (comm_state, stats))
+    metrics = jnp.concatenate([all_metrics(reduced, events), pack_skips(opt)], axis=1)
+    return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen), metrics
+
+
+def scale_of_sum(step: Step, state: State, weights: jax.Array) -> dict[str, jax.Array]:
+    """Where the optimizer keeps a scale of the mean loss: by what the sum over the rows of all workers is multiplied, an event."""
+    rows = weights.shape[0] * (step.rule.sync.resolved.workers if step.over_workers else 1)
+    power_of_two = 2.0 ** (rows - 1).bit_length()  # which rounds nothing
+    return {name: scale / power_of_two for name, scale in loss_scale(state.opt).items()}
 
 
 def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Reduced, Tree]:

@@ -1,15 +1,14 @@
 """Synchronous training: every step is one update with the mean of all workers' gradients."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from spmd.sync.parameter_sync import gather_updates
 from spmd.train.host_memory import back_to_host, to_device
+from spmd.train.skipped_updates import LOSS_SCALE, skipped
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, Reduced, UpdateRule
 from spmd.tree import Tree
@@ -37,11 +36,17 @@ class Synchronous(UpdateRule):
         return Reduced(grads, comm_state, metrics, measured)
 
     def update(self, state: State, reduced: Reduced, loss: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
-        """The optimizer's step. One that it skips changes no residual."""
-        del events
-        updates, opt = self.optimizer.update(reduced.values, to_device(state.opt), state.params, value=loss)
-        comm_state = jax.tree.map(functools.partial(jnp.where, skipped(opt)), state.exchange, reduced.comm_state)
-        return optax.apply_updates(state.params, gather_updates(self.sync, updates)), back_to_host(opt, state.opt), comm_state
+        """The optimizer's step."""
+        extra = {"value": loss}
+        if LOSS_SCALE in events:
+            extra["factor"] = events[LOSS_SCALE] * reduced.metrics[1, 0]
+        updates, opt = self.optimizer.update(reduced.values, to_device(state.opt), state.params, **extra)
+        params = optax.apply_updates(state.params, gather_updates(self.sync, updates))
+        return params, back_to_host(opt, state.opt), reduced.comm_state
+
+    def skipped(self, opt: Any) -> Any:
+        """As the optimizer's state says."""
+        return skipped(opt)
 
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
         """Parameters and gradients as the layout shards them; workers do not see the optimizer's state."""
@@ -49,13 +54,3 @@ class Synchronous(UpdateRule):
         params = self.sync.map_params(lambda place, _: data_spec(place.spec), state.params)
         grads: Tree = self.sync.map_params(lambda place, _: data_spec(mean_spec(place)), state.params)
         return {"params": params, "opt": None}, Reduced(grads, self.sync.data_specs(state.exchange), REPLICATED, REPLICATED)
-
-
-def skipped(opt: Any) -> Any:
-    """Whether the optimizer, by its new state, ignored the gradients; then the communication keeps its old state, too.
-
-    Known are `optax.apply_if_finite` and `optax.MultiSteps` with a `should_skip_update_fn`.
-    """
-    applied = [~flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "should_skip")]
-    applied += [flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "last_finite")]
-    return ~jnp.stack(applied).all() if applied else False

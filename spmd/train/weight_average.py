@@ -2,7 +2,6 @@
 
 import math
 import numbers
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,15 @@ import optax
 from spmd.errors import OptimizerError, OptionError, check_integer, join_names, short_repr
 from spmd.layout.resolve import Resolved
 from spmd.sync.gradient_sync import GradientSync
+from spmd.train.loss_scale import LossScale
+from spmd.train.spike_skip import SpikeSkip
 from spmd.train.state import check_optimizer
-from spmd.tree import Tree, flatten
+from spmd.train.wrapped_optimizer import wrap_optimizer
+from spmd.tree import Tree, children, flatten, nodes
 
 # What may be around it: these pass its updates as they are, or make no update at all.
-UNCHANGED = (optax.MultiStepsState, optax.ApplyIfFiniteState, optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+SKIPPING = (SpikeSkip, LossScale, optax.MultiStepsState)
+UNCHANGED = (*SKIPPING, optax.ApplyIfFiniteState, optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 
 class WeightAverage(NamedTuple):
@@ -48,8 +51,8 @@ def average_weights(
     of the learning rate, or of an epoch, stochastic weight averaging (SWA, Izmailov et al., arXiv:1803.05407, algorithm 1).
 
     It must see the updates as the weights get them, so it goes around all of the optimizer:
-    `average_weights(optax.chain(clip, adamw))`. Only `optax.MultiSteps` and `optax.apply_if_finite` go around it, so that steps without an
-    update do not count. Batch statistics are not averaged.
+    `average_weights(optax.chain(clip, adamw))`. Only what makes no update in some steps goes around it, so that these do not count:
+    `skip_spikes`, `scale_loss`, `optax.MultiSteps` and `optax.apply_if_finite`. Batch statistics are not averaged.
 
     `Trainer.averaged(state)` is a state with the averaged weights, to be evaluated or predicted with, and `Result.averaged` a result with
     them, to be exported or rebuilt as a model; `fit(eval_average=True)` evaluates them.
@@ -99,7 +102,8 @@ def average_weights(
         weights = jax.tree.map(_widened, optax.apply_updates(params, updates))
         return updates, WeightAverage(inner, state.updates + 1, jax.tree.map(step, state.average, weights))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    rate = None if decay is None else float(decay)
+    return wrap_optimizer("average_weights", init, update, tx, decay=rate, start=start, every=every)
 
 
 def _rate(number: jax.Array, decay: float | None) -> jax.Array:
@@ -114,17 +118,26 @@ def _widened(leaf: Any) -> jax.Array:
     return jnp.array(leaf, wide, copy=True)
 
 
-def average_of(opt: Any) -> Tree:
-    """The average in an optimizer's state.
+def average_of(opt: Any, params: Tree) -> Tree:
+    """The average that an optimizer keeps: that of `average_weights`; or of `optax.contrib.schedule_free`, from its state and the weights.
+
+    Args:
+      opt, params: of a state.
 
     Raises:
-      OptimizerError: it keeps none.
+      OptimizerError: it keeps none, or not that of all weights.
     """
-    averages = _averages(opt)
-    if not averages:
+    averages, free = _found(opt, WeightAverage), _found(opt, optax.contrib.ScheduleFreeState)
+    if averages:
+        return averages[0][0].average
+    if not free:
         fix = "optimizer=spmd.optimizers.average_weights(optimizer), whose updates are the same."
         raise OptimizerError(f"the optimizer keeps no average of the weights.\n    fix: {fix}")
-    return averages[0][0].average
+    (state, outside), shapes = free[0], {path: leaf.shape for path, leaf in flatten(params).items()}
+    if len(free) > 1 or outside or {path: leaf.shape for path, leaf in flatten(state.z).items()} != shapes:
+        why = "optax.contrib.schedule_free is a part of the optimizer, so its average is not that of all weights as they are updated."
+        raise OptimizerError(why, fix="schedule_free around all of the optimizer; what it wraps may be a chain.")
+    return optax.contrib.schedule_free_eval_params(state, params)
 
 
 def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync) -> None:
@@ -137,7 +150,7 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
       OptimizerError: it sees other updates than the weights get, or not all weights.
     """
     problem, fix = "", ""
-    for state, outside in _averages(opt):
+    for state, outside in _found(opt, WeightAverage):
         missing = [path for path in flatten(params) if path not in flatten(state.average)]
         if sync.local or sync.asynchronous:
             server = resolved.layout.parameter_server
@@ -151,34 +164,25 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
             fix = "average_weights(...) around the entire optimizer, not inside optax.masked or optax.partition."
         elif outside:
             problem = f"{outside} can change its updates."
-            fix = "average_weights(...) around all of the optimizer; only optax.MultiSteps and optax.apply_if_finite go around it."
-        elif any(isinstance(node, optax.MultiStepsState) for node in _nodes(state.inner)):
+            around = "skip_spikes, scale_loss, optax.MultiSteps and optax.apply_if_finite"
+            fix = f"average_weights(...) around all of the optimizer; only {around} go around it."
+        elif any(isinstance(node, optax.MultiStepsState) for node in nodes(state.inner)):
             problem = "optax.MultiSteps inside it makes no update in most steps, and each would count."
             fix = "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k)."
+        elif any(isinstance(node, SKIPPING) for node in nodes(state.inner)):
+            problem = "what skips updates is inside it, and each that is skipped would count."
+            fix = "skip_spikes(average_weights(optimizer))."
     if problem:
         raise OptimizerError(f"average_weights would not average the weights as they are: {problem}\n    fix: {fix}")
 
 
-def _averages(node: Any, outside: str = "") -> list[tuple[WeightAverage, str]]:
-    """The outermost states of `average_weights`, each with what is around it and may change its updates; "" if nothing may."""
-    if isinstance(node, WeightAverage):
+def _found(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]:
+    """The outermost states of this kind, each with what is around it and may change its updates; "" if nothing may."""
+    if isinstance(node, kind):
         return [(node, outside)]
-    found, children = [], _children(node)
-    for number, child in enumerate(children, 1):
-        last_of_chain = type(node) is tuple and number == len(children)
+    found, parts = [], children(node)
+    for number, child in enumerate(parts, 1):
+        last_of_chain = type(node) is tuple and number == len(parts)
         around = "a transformation behind it in optax.chain" if type(node) is tuple else f"what has the state {type(node).__name__}"
-        found += _averages(child, outside or ("" if last_of_chain or isinstance(node, UNCHANGED) else around))
+        found += _found(child, kind, outside or ("" if last_of_chain or isinstance(node, UNCHANGED) else around))
     return found
-
-
-def _children(node: Any) -> list[Any]:
-    """The subtrees of a node; none of a leaf."""
-    children = jax.tree.leaves(node, is_leaf=lambda part: part is not node)
-    return [] if len(children) == 1 and children[0] is node else children
-
-
-def _nodes(node: Any) -> Iterator[Any]:
-    """A tree and all of its subtrees."""
-    yield node
-    for child in _children(node):
-        yield from _nodes(child)

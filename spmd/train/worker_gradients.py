@@ -30,6 +30,7 @@ from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
 from spmd.train.remat import forward_policy, module_policies
+from spmd.train.skipped_updates import LOSS_SCALE
 from spmd.train.state import State
 from spmd.tree import Tree, map_paths
 from spmd.wire import collectives
@@ -77,14 +78,18 @@ class WorkerGradients:
         """
         first = collectives.worker_index(axes) * self.workers_per_position
 
+        scale = events.get(LOSS_SCALE)
+
         def worker_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
-            grads, after = self._of_worker(params, state, carried, rows, first + index, axes)
+            grads, after = self._of_worker(params, state, carried, rows, first + index, axes, scale)
             if "present" not in events:
                 return grads, after
             kept = functools.partial(jnp.where, events["present"][first + index])  # never by multiplying: 0 * NaN
             return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(kept, after, carried)
 
-        carried = Carried(state.stats, self.sync.layer_carries(state.exchange, sums=self._sums_layers))
+        layers = self.sync.layer_carries(state.exchange, sums=self._sums_layers)
+        # gradients that layers reduce are those of the scaled loss, and so are their residuals meanwhile
+        carried = Carried(state.stats, layers if scale is None else jax.tree.map(lambda x: x * scale, layers))
         if self.workers_per_position == 1:
             (grads, sums), carried = worker_grads(carried, (batch, weights), jnp.int32(0))
         else:
@@ -94,6 +99,8 @@ class WorkerGradients:
         with jax.named_scope("metrics"):
             count = nonzero(collectives.all_reduce(sums[LOSS][1], axes) / (collectives.worker_count(axes) if axes else 1))
             metrics = collectives.all_reduce(pack(sums, self.names), axes) if self.split else pack(sums, self.names)
+        if scale is not None:
+            carried, count = carried._replace(layers=jax.tree.map(lambda x: x / scale, carried.layers)), count * scale
         return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), carried, metrics
 
     def worker_gradients(
@@ -121,9 +128,10 @@ class WorkerGradients:
         return grads, carried, metrics
 
     def _of_worker(
-        self, params: Tree, state: State, carried: Carried, rows: tuple, worker: Any, axes: tuple[str, ...]
+        self, params: Tree, state: State, carried: Carried, rows: tuple, worker: Any, axes: tuple[str, ...], scale: Any = None
     ) -> tuple[tuple[Tree, Sums], Carried]:
-        """Of one worker, by its number over all workers: gradients of the loss summed over its rows, and metric sums; what follows."""
+        """Of one worker, by its number over all workers: gradients of the loss summed over its rows, times `scale`, and metric sums; what
+        follows."""
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
         policy = forward_policy(self.sync.resolved.layout.remat)
@@ -131,9 +139,10 @@ class WorkerGradients:
         def microbatch_grads(carried: Carried, rows: tuple, index: jax.Array, only_sums: bool = False) -> tuple[tuple, Carried]:
             key = jax.random.fold_in(step_key, index)
             if self.parallel.manual_backward:
-                return self._of_pipeline(params, state, rows, key, worker, axes), carried
+                return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
             sync_axes = axes if self.gathers else ()
-            loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, sync_axes=sync_axes, only_sums=only_sums)
+            options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale}
+            loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, **options)
             loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
             return self._of_microbatch(loss, params, state.frozen, carried, rows, key)
 
@@ -181,13 +190,15 @@ class WorkerGradients:
         as_they_are = self.sync.layerwise
         return map_paths(lambda path, leaf: leaf if path in as_they_are or self.sync.of_quantized(path) else cast(leaf, self.dtype), params)
 
-    def _of_pipeline(self, params: Tree, state: State, rows: tuple, key: Any, worker: Any, axes: tuple[str, ...]) -> tuple[Tree, Sums]:
+    def _of_pipeline(
+        self, params: Tree, state: State, rows: tuple, key: Any, worker: Any, axes: tuple[str, ...], scale: Any
+    ) -> tuple[Tree, Sums]:
         """`_of_microbatch` of a 1F1B pipeline, which splits the rows into microbatches of its own and keeps no stats."""
         parts = split_microbatches(self.parallel, rows)
         count = parts.count * math.prod(map(self.parallel.axis_size, parts.row_axes))
 
         def loss(params: Tree, rows: tuple, part: Any, parallel: ParallelConfig, consts: Tree) -> tuple[jax.Array, Sums]:
-            frozen, stats, rngs, key_data, worker = consts
+            frozen, stats, rngs, key_data, worker, scale = consts
             worker_localize = self._localizer(worker, parts.rows * parts.count, axes)
             value, (sums, _) = self._loss(
                 params,
@@ -200,6 +211,7 @@ class WorkerGradients:
                 localize=lambda k: part_key(worker_localize(k), part, count, rows=parts.rows),
                 sync_axes=(),
                 parallel=parallel,
+                scale=scale,
             )
             return value, sums
 
@@ -210,9 +222,9 @@ class WorkerGradients:
             loss,
             self._gather(params),
             rows,
-            (gather_frozen(self.sync, frozen), state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(worker)),
+            (gather_frozen(self.sync, frozen), state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(worker), scale),
             of_stage(params),
-            (of_stage(frozen), False, False, False, False),
+            (of_stage(frozen), False, False, False, False, False),
             parts,
             layers_per_stage=None if sharded else functools.partial(layers_per_stage, self.parallel),
         )
@@ -232,8 +244,9 @@ class WorkerGradients:
         sync_axes: tuple[str, ...],
         parallel: ParallelConfig | None = None,
         only_sums: bool = False,
+        scale: Any = None,
     ) -> tuple[jax.Array, tuple[Sums, Tree]]:
-        """The loss summed over these rows; beside it all metric sums and the next stats."""
+        """The loss summed over these rows, times `scale`; beside it all metric sums and the next stats."""
         batch, weights = rows
         remat = module_policies(self.sync.resolved.layout.remat)
         model_key, loss_key = jax.random.split(key)
@@ -258,7 +271,7 @@ class WorkerGradients:
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
         value = sums[LOSS][0] if last is None else sums[LOSS][0] + last
-        return value, (sums, cast_like(after, stats))
+        return value if scale is None else value * scale, (sums, cast_like(after, stats))
 
     def _localizer(self, worker: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """From a dropout key that is the same on all workers to that of `worker`, which has this many rows."""

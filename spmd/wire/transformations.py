@@ -374,7 +374,7 @@ def specs(state: Tree) -> Tree:
         raise OptionError("specs: this is a transformation.", fix="wire.specs(state), of what wire.init(tx, params, mesh) returns.")
     for wrapper, name, why, fix in _WRAPPERS:
         for node in jax.tree.leaves(state, is_leaf=lambda node, kind=wrapper: isinstance(node, kind)):
-            if isinstance(node, wrapper) and _communicates(node):
+            if isinstance(node, wrapper) and communicates(node):
                 raise CommunicationError(f"optax.{name} around a communication: {why}.", fix=fix)
     _check_masked(state)
     _check_order(state)
@@ -404,7 +404,7 @@ def _check_masked(state: Tree) -> None:
         if isinstance(node, optax.PartitionState):
             for part in node.inner_states.values():
                 _check_masked(part.inner_state)  # type: ignore[attr-defined]
-        elif _is_masked(node) and _communicates(node):
+        elif _is_masked(node) and communicates(node):
             raise CommunicationError(
                 "optax.masked around a communication: gradients that the mask leaves out stay each worker's own, so workers would diverge.",
                 fix='for another format, codecs={"**/bias": wire.exact()}; else optax.partition({"a": wire.all_reduce(...), "b": '
@@ -419,10 +419,10 @@ def _is_masked(node: Any) -> bool:
 def _check_order(state: Tree) -> None:
     """Refuse `optax.chain` with arrays of state before a communication: they would differ between workers, and `specs` calls them equal."""
     parts = [part for part in jax.tree.leaves(state, is_leaf=lambda node: node is not state) if part is not state]
-    communications = [at for at, part in enumerate(parts) if _communicates(part)] if type(state) is tuple else []
+    communications = [at for at, part in enumerate(parts) if communicates(part)] if type(state) is tuple else []
     for part in parts[: communications[-1]] if communications else ():
         kept = [leaf for leaf in jax.tree.leaves(part) if jnp.ndim(leaf)]
-        if kept and not _communicates(part):
+        if kept and not communicates(part):
             raise CommunicationError(
                 f"{_keeper(part)} comes before a communication in optax.chain and keeps {describe(kept[0])}: it would see each "
                 "worker's own gradients, and its state would differ between workers.",
@@ -440,7 +440,8 @@ def _keeper(part: Tree) -> str:
     return _keeper(next(inner for inner in part if any(map(jnp.ndim, jax.tree.leaves(inner)))))
 
 
-def _communicates(part: Tree) -> bool:
+def communicates(part: Tree) -> bool:
+    """Whether a part of an optimizer's state is that of a communication."""
     return any(map(_has_specs, jax.tree.leaves(part, is_leaf=_has_specs)))
 
 
@@ -461,7 +462,7 @@ def check_transformation(name: str, value: Any) -> None:
 
 def check_no_communication(name: str, state: Tree) -> None:
     """Refuse an optimizer that communicates inside another communication."""
-    if _communicates(state):
+    if communicates(state):
         raise CommunicationError(
             f"{name} communicates itself: it is given what is reduced already, or one worker's own.", fix=f"without it in {name}."
         )

@@ -63,14 +63,17 @@ class Net(nnx.Module):
         return self.last(self.blocks(x if self.norm is None else self.norm(x)))
 
 
-def rows(count):
+def rows(count, spike=None):
+    """`spike`: a row that is a million times as large."""
     random = np.random.default_rng(0)
-    return {"x": random.normal(size=(count, 6)).astype("float32"), "y": random.integers(0, 4, count).astype("int32")}
+    x, y = random.normal(size=(count, 6)).astype("float32"), random.integers(0, 4, count).astype("int32")
+    x[spike if spike is not None else []] *= 2.0**20
+    return {"x": x, "y": y}
 
 
-def read(kind, count):
+def read(kind, count, spike=None):
     """The data: arrays that are shuffled and end with a short batch, or batches of which each process reads its own rows."""
-    arrays, rank, processes = rows(count), jax.process_index(), jax.process_count()
+    arrays, rank, processes = rows(count, spike), jax.process_index(), jax.process_count()
     if kind == "arrays":
         return {"data": arrays, "batch_size": BATCH}
 
@@ -97,7 +100,7 @@ def mesh_of(text):
     return jax.sharding.Mesh(np.array(devices).reshape(tuple(spec.sizes.values())), spec.names)
 
 
-def train(folder, name, *, layout, mesh=None, exact=True, data="arrays", count=ROWS, rate=0.125, **options):
+def train(folder, name, *, layout, mesh=None, exact=True, data="arrays", count=ROWS, rate=0.125, skip=None, spike=None, **options):
     """One training; process 0 writes the result. For what `exact` still rounds, see `test_processes_match_one.py`."""
 
     def loss(model, batch):
@@ -111,9 +114,11 @@ def train(folder, name, *, layout, mesh=None, exact=True, data="arrays", count=R
     if "checkpoint" in options:
         options["checkpoint"] = spmd.Checkpoint(options["checkpoint"], every=options.pop("every", None))
     loss = spmd.losses.of_parts(loss) if exact else loss  # each part is rounded to the grid
+    optimizer = optax.sgd(rate, momentum=0.5)
     result = spmd.fit(
         lambda: Net(nnx.Rngs(0), exact),
-        **read(data, count), loss=loss, optimizer=optax.sgd(rate, momentum=0.5), mesh=mesh_of(mesh), layout=layout,
+        **read(data, count, spike), loss=loss, optimizer=spmd.optimizers.skip_spikes(optimizer, **skip) if skip else optimizer,
+        mesh=mesh_of(mesh), layout=layout,
         **options, progress=False,
     )  # fmt: skip
     trainer = result.trainer
@@ -124,7 +129,8 @@ def train(folder, name, *, layout, mesh=None, exact=True, data="arrays", count=R
 
     final = by_path(replicate(result.state)) | by_path(replicate(trainer.init().params), "began ")
     if jax.process_index() == 0:
-        history = {f"history {name}": np.asarray(result.history[name]) for name in ("loss", "eval_loss") if name in result.history.names}
+        kept = [name for name in ("loss", "eval_loss", "skipped", "loss_scale") if name in result.history.names]
+        history = {f"history {name}": np.asarray(result.history[name]) for name in kept}
         owners = [device.process_index for device in trainer.mesh.devices.reshape(-1)]
         arrays = {key: np.asarray(leaf) for key, leaf in final.items()}
         np.savez(f"{folder}/{name}.npz", **arrays, **history, owners=owners, processes=jax.process_count())

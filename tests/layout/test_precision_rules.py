@@ -133,7 +133,7 @@ def test_rules_are_a_tuple_or_a_list(name):
 def test_precision_of_fit_names_the_rules_for_products():
     with pytest.raises(OptionError) as caught:
         compute_dtype("int8")
-    said = 'no precision "int8".\n    fix: float32 or bfloat16; products of weights in int8 are of the layout: '
+    said = 'no precision "int8".\n    fix: float32, bfloat16 or float16; products of weights in int8 are of the layout: '
     assert str(caught.value) == said + '[[precision]] rules, spmd.Precision("**", "int8").'
     with pytest.raises(OptionError, match=r'no precision "bfloat"\.\n    fix: did you mean "bfloat16"\?$'):
         compute_dtype("bfloat")

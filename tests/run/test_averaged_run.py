@@ -1,5 +1,7 @@
 """A run that averages weights: stopped and resumed, on any mesh, and its best average kept."""
 
+import json
+
 import jax
 import optax
 import pytest
@@ -7,7 +9,7 @@ from small import fit, numbers, same
 
 import spmd
 from spmd.errors import CheckpointError
-from spmd.optimizers import average_weights
+from spmd.optimizers import average_weights, skip_spikes
 
 OPTIMIZERS = {
     "ema": average_weights(optax.adam(0.05), decay=0.8),
@@ -43,6 +45,19 @@ def test_best_checkpoint_is_that_of_the_average(tmp_path):
     losses = result.history["eval_loss"]
     best = trainer.averaged(trainer.restore(tmp_path, step="best"))
     assert trainer.evaluate(best, numbers(40))["loss"] == min(losses)
+
+
+def test_resume_with_other_numbers_is_reported(tmp_path):
+    def optimizer(decay, sigmas):
+        return skip_spikes(average_weights(optax.adam(0.05), decay=decay), sigmas=sigmas, window=4)
+
+    fit(steps=2, checkpoint=tmp_path, optimizer=optimizer(0.8, 6))
+    fit(steps=3, checkpoint=tmp_path, resume=True, optimizer=optimizer(0.8, 6))
+    fit(steps=4, checkpoint=tmp_path, resume=True, optimizer=optimizer(None, 7))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record.get("changed") for record in records if record.get("event") == "resumed"] == [
+        None, ["average_weights(decay) was 0.8, is None", "skip_spikes(sigmas) was 6.0, is 7.0"]
+    ]  # fmt: skip
 
 
 def test_resume_with_an_average_that_was_not_kept_is_refused(tmp_path):

@@ -269,11 +269,51 @@ def test_average_of_a_trial_of_a_sweep(result):
     assert np.abs(trial.averaged.state.params["w"] - np.asarray(trial.state.params["w"])).max() > 1e-3
 
 
+# of schedule-free optimizers -----------------------------------------------------------------------------------------
+
+FREE = optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("layout", ["data_parallel", "zero1", "fsdp"])
+def test_schedule_free_on_a_mesh_equals_one_device(layout):
+    averages = []
+    for mesh, chosen in (("data=1", "data_parallel"), ("data=8", layout)):
+        trainer = trainer_on(chosen, mesh, FREE)
+        state, seen = train(trainer)
+        averaged = flatten(jax.device_get(trainer.averaged(state).params))
+        averages.append((averaged, seen[-1]))
+    for path, value in averages[0][0].items():
+        np.testing.assert_allclose(averages[1][0][path], value, rtol=0, atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(averages[1][1][path], averages[0][1][path], rtol=0, atol=2e-6, err_msg=path)
+    params, opt = jax.device_get((state.params, state.opt))
+    wanted = flatten(optax.contrib.schedule_free_eval_params(opt, params))
+    for path, value in averages[1][0].items():
+        np.testing.assert_allclose(value, wanted[path], rtol=0, atol=1e-7)
+        assert np.abs(value - averages[1][1][path]).max() > 1e-5, "not the weights that are trained"
+
+
+def test_evaluation_of_a_schedule_free_optimizer():
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((FEATURES, 5))}, lambda params, x: x @ params["w"])
+    how = {"loss": spmd.losses.cross_entropy, "batch_size": 32, "steps": 4, "eval_data": data(), "optimizer": FREE}
+    result = spmd.fit(model, data(), eval_average=True, **how)
+    averaged = optax.contrib.schedule_free_eval_params(*jax.device_get((result.state.opt, result.state.params)))
+    logits = data()["x"] @ averaged["w"]
+    loss = float(optax.softmax_cross_entropy_with_integer_labels(logits, data()["y"]).mean())
+    np.testing.assert_allclose(result.history["eval_loss"][-1], loss, rtol=1e-6)
+    assert abs(result.evaluate(data())["loss"] - loss) > 1e-4
+
+
 # errors --------------------------------------------------------------------------------------------------------------
 
 
 def prepare(layout="data_parallel", optimizer=EMA):
     trainer_on(layout, optimizer=optimizer).prepare(data())
+
+
+def average_in(optimizer):
+    trainer = trainer_on(optimizer=optimizer)
+    trainer.averaged(trainer.init())
 
 
 def only_kernels(params):
@@ -286,6 +326,8 @@ ERRORS = {
     "start below zero": lambda: average_weights(MOMENTUM, start=-1),
     "every of nothing": lambda: average_weights(MOMENTUM, every=0),
     "no optimizer": lambda: average_weights(optax.sgd),
+    "schedule free in a chain": lambda: average_in(optax.chain(FREE, optax.scale(0.5))),
+    "schedule free masked": lambda: average_in(optax.masked(FREE, only_kernels)),
     "no params": lambda: EMA.update(jnp.ones(2), EMA.init(jnp.ones(2))),
     "in a chain": lambda: prepare(optimizer=optax.chain(EMA, optax.scale(0.5))),
     "in a named chain": lambda: prepare(optimizer=optax.named_chain(("average", EMA), ("scale", optax.scale(0.5)))),

@@ -1,0 +1,135 @@
+"""Skip the updates of steps whose loss or gradients are far from those of the steps before."""
+
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
+from spmd.train.state import check_optimizer
+from spmd.train.wrapped_optimizer import wrap_optimizer
+from spmd.tree import Tree
+from spmd.wire.transformations import communicates
+
+LEAST = 0.01  # of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all values are alike
+
+
+class SpikeSkip(NamedTuple):
+    """The state of `skip_spikes`.
+
+    Attributes:
+      inner: of the optimizer.
+      window: float32[2, window], losses and norms of the newest updates that were made.
+      made: int32 scalar, updates that were made.
+      skipped: int32 scalar, updates that were skipped.
+      left: int32 scalar, updates that may still be skipped in a row.
+      seen: float32[2], the last step's loss (0 if `update` got none) and norm.
+      limits: float32[2], the largest loss and norm for which that step's update was made.
+      applied: bool scalar, whether it was made.
+    """
+
+    inner: Any
+    window: jax.Array
+    made: jax.Array
+    skipped: jax.Array
+    left: jax.Array
+    seen: jax.Array
+    limits: jax.Array
+    applied: jax.Array
+
+
+def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_in_a_row: int = 10) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that makes no update where the loss, or the norm of all gradients, is a spike or not finite.
+
+    A spike is larger than mean + sigmas * standard deviation of the last `window` updates that were made; a deviation of less than 1 %
+    of the mean counts as 1 %. The first `window` updates only fill the window: until then, just what is not finite is skipped. (PaLM,
+    Chowdhery et al., arXiv:2204.02311, section 5.1, skips such batches; the band is that of OLMo-core's `SkipStepOptimizer`, on one
+    side, and without skipped values in it.)
+
+    Skipped is all of it: weights, moments, schedules and averages of the optimizer, and in spmd's step also batch statistics and what
+    codecs keep, are those of the step before. Steps and data are counted on. The decision is one for all workers, from the mean loss and
+    the norm of the mean gradient. Meshes sum these in other orders, so a value within rounding of the limit may be skipped on one only.
+
+    It goes around all of the optimizer, a clip included: `skip_spikes(optax.chain(clip, adamw))`. The loss is optax's extra argument
+    `value`, which `fit` and `Trainer.step` pass; without it, only the norm is looked at. They measure `grad_norm` and `skipped` (0 or 1),
+    and of skipped steps `loss_limit`, `grad_norm_limit` and `skips_left`. `fit` logs a warning for each skipped update, and ends when
+    `max_in_a_row` in a row were skipped; in a loop of your own, look at `state.left`.
+
+    Args:
+      optimizer: any optax gradient transformation.
+      sigmas: standard deviations above the mean.
+      window: updates, from 2.
+      max_in_a_row: skipped updates after which `fit` raises `DivergedError`.
+
+    Raises:
+      OptimizerError: `optimizer` is no gradient transformation.
+      CommunicationError: in `init`: the optimizer communicates itself; `optax.chain(wire.all_reduce(...), skip_spikes(...))`.
+      OptionError: `sigmas`, `window` or `max_in_a_row` is out of range.
+
+    Example:
+      >>> optimizer = skip_spikes(optax.sgd(1.0), window=2)
+      >>> params = jnp.float32(0)
+      >>> state = optimizer.init(params)
+      >>> for gradient in (-1.0, -1.0, -100.0, -1.0):
+      ...     updates, state = optimizer.update(jnp.float32(gradient), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> float(params), int(state.skipped)
+      (3.0, 1)
+    """
+    tx = check_optimizer(optimizer)
+    if isinstance(sigmas, bool) or not isinstance(sigmas, numbers.Real) or not 0 < sigmas < float("inf"):
+        raise OptionError(f"skip_spikes: sigmas={short_repr(sigmas)}.", fix="a number above 0, such as 6.")
+    check_integer(window, "skip_spikes: window", 2)
+    check_integer(max_in_a_row, "skip_spikes: max_in_a_row")
+
+    def init(params: Tree) -> SpikeSkip:
+        counts = jnp.int32(0), jnp.int32(0), jnp.int32(max_in_a_row)
+        return SpikeSkip(
+            init_alone("skip_spikes", tx, params), jnp.zeros((2, window)), *counts, jnp.zeros(2), jnp.full(2, jnp.inf), jnp.bool(True)
+        )
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, SpikeSkip]:
+        value = extra.get("value")
+        squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(updates)]
+        norm = jnp.sqrt(sum(squares, jnp.float32(0)))
+        seen = jnp.stack([jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32), norm])
+        mean, deviation = state.window.mean(1), state.window.std(1)
+        limits = mean + float(sigmas) * jnp.maximum(deviation, LEAST * jnp.abs(mean))
+        limits = jnp.where(state.made < window, jnp.inf, limits)
+        applied = (jnp.isfinite(seen) & (seen <= limits)).all()
+        updates, inner = where_applied(applied, *tx.update(updates, state.inner, params, **extra), state.inner)
+        newest = (jnp.arange(window) == state.made % window) & applied
+        more = applied.astype(jnp.int32)
+        return updates, SpikeSkip(
+            inner,
+            jnp.where(newest, seen[:, None], state.window),
+            state.made + more,
+            state.skipped + 1 - more,
+            jnp.where(applied, max_in_a_row, jnp.maximum(state.left - 1, 0)),
+            seen,
+            limits,
+            applied,
+        )
+
+    return wrap_optimizer("skip_spikes", init, update, tx, sigmas=float(sigmas), max_in_a_row=max_in_a_row)
+
+
+def init_alone(name: str, optimizer: optax.GradientTransformationExtraArgs, params: Tree) -> Any:
+    """The first state of an optimizer that gets mean gradients.
+
+    Raises:
+      CommunicationError: it communicates, so it gets those of a worker.
+    """
+    inner = optimizer.init(params)
+    if communicates(inner):
+        why = "it looks at each worker's own gradients, before they are reduced, so workers would decide differently."
+        raise CommunicationError(f"{name} around a communication: {why}", fix=f"optax.chain(wire.all_reduce(...), {name}(optimizer)).")
+    return inner
+
+
+def where_applied(applied: jax.Array, updates: Tree, inner: Any, before: Any) -> tuple[Tree, Any]:
+    """Updates and the optimizer's state if they are applied; or else zeros and its state before."""
+    updates = jax.tree.map(lambda leaf: jnp.where(applied, leaf, jnp.zeros_like(leaf)), updates)
+    return updates, jax.tree.map(lambda new, old: jnp.where(applied, new, old), inner, before)
