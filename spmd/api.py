@@ -28,6 +28,7 @@ from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_step_memory
+from spmd.planner.step_profile import StepProfile, check_target, profile_of
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
 from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume
@@ -42,6 +43,7 @@ from spmd.run.progress import NoProgress, make_progress
 from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
+from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
@@ -66,6 +68,7 @@ class Result:
       goodput: seconds of the run by phase (`spmd.run.goodput.Goodput`); None for a trial of a sweep.
       compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
         trial of a sweep.
+      profile: of the steps of `fit(profile=...)`; None without it, and if the profiler failed.
 
     Example:
       >>> import optax, spmd
@@ -83,6 +86,7 @@ class Result:
     trainer: Trainer
     goodput: Goodput | None = None
     compilations: Compilations | None = None
+    profile: StepProfile | None = None
 
     @functools.cached_property
     def model(self) -> Any:
@@ -151,6 +155,7 @@ def fit(
     seed: int = 0,
     check_memory: bool = True,
     compile_cache: str | Path | bool | None = None,
+    profile: str | Profile | None = None,
 ) -> Result:
     """Train a Flax model over a mesh of devices, sharded by a layout file, as one compiled step.
 
@@ -192,6 +197,8 @@ def fit(
       compile_cache: a folder that keeps compiled programs, so that a restart loads them. None: `programs/` in the folder of
         `checkpoint`, or in the user's cache folder ($SPMD_CACHE chooses another). False or "off": none. If JAX's own cache is
         configured, that one is used.
+      profile: such as "10:15": trace the steps after the 10th up to the 15th by `jax.profiler`, and summarise them by kind and by layer
+        beside what is predicted (`result.profile`); or a `Profile` with more options.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
@@ -214,7 +221,7 @@ def fit(
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     check_integer(data_retries, "data_retries", 0)
-    config = as_checkpoint(checkpoint)
+    config, traced = as_checkpoint(checkpoint), as_profile(profile)
     account = TimeAccount.open(None if config is None else Path(config.path))
     join()
     folder = choose_folder(compile_cache, None if config is None else config.path)
@@ -226,6 +233,7 @@ def fit(
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
     )
+    predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
     trainer.placed.compiling = functools.partial(account, COMPILING)
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
@@ -237,6 +245,7 @@ def fit(
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     meta = about_run(trainer, reader, program)
     facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
+    facts |= {"profile": None if traced is None else traced.steps}
     _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
@@ -265,6 +274,10 @@ def fit(
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             memory=memory,
             data_retries=data_retries,
+            profiler=traced
+            and StepProfiler(
+                traced, config and Path(config.path), display, functools.partial(profile_of, placed=trainer.placed, target=predicted_for)
+            ),
         )
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()
@@ -275,7 +288,8 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
-    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before)
+    profiled = None if loop_config.profiler is None else loop_config.profiler.profile
+    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, profiled)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class LoopConfig:
       meta: what each checkpoint records about the run's options and data.
       device_data: arrays of a data set that lives on the devices.
       data_retries: how often in a row a batch is read again.
+      profiler: traces some of the steps.
     """
 
     program: Program
@@ -45,6 +46,7 @@ class LoopConfig:
     steps_per_call: int = 1
     memory: MemoryCheckpoints | None = None
     data_retries: int = 0
+    profiler: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
