@@ -19,6 +19,7 @@ ADDED = {  # by JAX's transformations and by this library; they are no layers
     *("while", "body", "cond", "closed_call", "checkpoint", "remat", "rematted_computation", "shard_map"),
     *("pjit", "custom_jvp_call", "custom_vjp_call", AS_WRITTEN),
 }
+FUNCTION = re.compile(r"\w+(\.\w+)+")  # the name of a function of Python, which JAX adds to the loops of random numbers
 
 
 def layer_of(scope: str) -> str:
@@ -37,7 +38,7 @@ def layer_of(scope: str) -> str:
     scope = scope.partition(";")[0]  # XLA has merged several
     if scope.startswith("state.params"):  # a copy of a parameter
         return "/".join(re.findall(r"\[\\?'?([^\]'\\]+)\\?'?\]", scope)[:-1]) or OUTSIDE
-    parts = [part for part in _unwrapped(scope).split("/") if part and part not in ADDED][:-1]
+    parts = [part for part in _unwrapped(scope).split("/") if part and part not in ADDED and not FUNCTION.fullmatch(part)][:-1]
     if "jvp(" in scope:
         return "/".join(parts) or OUTSIDE
     return next((PARTS[part] for part in parts if part in PARTS), REST)

@@ -53,14 +53,14 @@ class Profile:
     def __post_init__(self) -> None:
         numbers = re.fullmatch(r"(\d+):(\d+)", self.steps.strip()) if isinstance(self.steps, str) else None
         if numbers is None:
-            raise OptionError(f"profile={short_repr(self.steps)}.", fix='two numbers of steps, such as "10:15".')
+            raise OptionError(f"Profile: steps={short_repr(self.steps)}.", fix='two numbers of steps, such as "10:15".')
         begin, end = int(numbers[1]), int(numbers[2])
         if begin >= end:
             other = f"{end}:{begin}" if begin > end else f"{begin}:{begin + 5}"
-            raise OptionError(f'profile="{self.steps}" has no step.', fix=f'the smaller number first, such as "{other}".')
+            raise OptionError(f'Profile: steps="{self.steps}" has no step.', fix=f'the smaller number first, such as "{other}".')
         if end - begin > MOST:
-            why = f'profile="{self.steps}" is {end - begin} steps; a trace has each operation of each device, so at most {MOST} are traced.'
-            raise OptionError(why, fix=f'"{begin}:{begin + 5}".')
+            why = f'Profile: steps="{self.steps}" is {end - begin} steps, and at most {MOST} are traced: a trace has every operation.'
+            raise OptionError(why, fix=f'fewer, such as "{begin}:{begin + 5}".')
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds <= threading.TIMEOUT_MAX:
             raise OptionError(f"Profile: seconds={short_repr(self.seconds)}.", fix="a number above 0, such as 60.")
         if self.folder is not None:

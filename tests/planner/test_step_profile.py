@@ -137,6 +137,7 @@ def test_products_are_named_as_in_plans(tmp_path):
     assert profile["matrix products"].predicted == pytest.approx(sum(one.predicted for one in products))
 
 
+@pytest.mark.system
 def test_predictions_are_those_of_the_plan(tmp_path):
     """`spmd.plan` compiles the step in another process, and predicts the same for it."""
     result = profiled(tmp_path)
@@ -249,6 +250,7 @@ def test_operation_that_began_last_is_charged():
         "shard_map/transpose(jvp(blocks))/while/body/closed_call/checkpoint/rematted_computation/up/dot_general": "blocks/up",
         "shard_map/transpose(jvp(a))/reshape;transpose(jvp(b))/reshape": "a",
         "shard_map/jvp(places)/jit(_take)/gather": "places",
+        "shard_map/jvp(dropout)/jit(_threefry_fold_in)/WorkerGradients._of_worker/xor": "dropout",
         "shard_map/stats/psum": "batch statistics",
         "gather_updates/all_gather": "gathering updates",
         "state.opt[0].mu['up']['kernel']": REST,
