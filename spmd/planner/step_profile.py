@@ -25,7 +25,7 @@ LIMITS_BY_FIELD = {field: limit for limit, field in LIMITS.items()}  # the plan'
 STEP, HIDDEN, BETWEEN, OTHER = "step", "hidden communication", "between steps", "other programs"
 CLEARED, UNNAMED = "clearing temporaries", "operations that the trace does not name"
 ROUNDING = 1e-12  # seconds
-SHOWN = 24  # lines of layers
+SHOWN = 40  # lines of layers
 HEADER = ("predicted", "measured", "share", "predicted / measured")
 
 
@@ -230,6 +230,8 @@ def profile_of(
         notes.append(
             f"note: {executions // len(measured)} calls of {steps_per_call} steps; what a call does beside its steps is a part of them."
         )
+    if len(measured) < placed.mesh.devices.size:
+        notes.append(f"note: these are {len(measured)} of {placed.mesh.devices.size} devices, those of process 0.")
     if traced < sum(calls):
         notes.append(f"note: {traced} of {sum(calls)} steps ran the same program, which are these; the others count as other programs.")
     layers, name = _layers(operations, plan), "" if cluster is None else str(cluster)

@@ -24,7 +24,7 @@ from spmd.planner.timeline import LIMITS, timeline_of
 from spmd.planner.trace_reader import Event, events_of
 from spmd.run.step_profiler import Profile
 
-COLLECTIVE = r"(all|reduce)[-_](reduce|gather|scatter)"
+COLLECTIVE = r"psum\b|(all|reduce)[-_](reduce|gather|scatter)\b"
 
 
 def read_by_hand(folder):
