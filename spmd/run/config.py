@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd.data.batches import Placer
 from spmd.data.sources import Source
@@ -15,8 +15,12 @@ from spmd.run.memory_checkpoint import MemoryCheckpoints
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.schedule import RunSchedule
 from spmd.run.time_account import TimeAccount
+from spmd.run.work import Work
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
+
+if TYPE_CHECKING:
+    from spmd.run.step_profiler import StepProfiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,8 @@ class LoopConfig:
     steps_per_call: int = 1
     memory: MemoryCheckpoints | None = None
     data_retries: int = 0
-    profiler: Any = None
+    profiler: "StepProfiler | None" = None
+    work: Work = dataclasses.field(default_factory=Work)
 
 
 @dataclasses.dataclass(frozen=True)
