@@ -17,7 +17,7 @@ PARTS = {  # of the step, by their scopes
 }
 ADDED = {  # by JAX's transformations and by this library; they are no layers
     *("while", "body", "cond", "closed_call", "checkpoint", "remat", "rematted_computation", "shard_map"),
-    *("pjit", "custom_jvp_call", "custom_vjp_call", AS_WRITTEN),
+    *("eval_jaxpr", "pjit", "custom_jvp_call", "custom_vjp_call", AS_WRITTEN),
 }
 FUNCTION = re.compile(r"\w+(\.\w+)+")  # the name of a function of Python, which JAX adds to the loops of random numbers
 
