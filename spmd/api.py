@@ -101,8 +101,9 @@ class Result:
         return f"Result after step {int(self.state.step)}{ended}; {self.history!r}"
 
     def _repr_html_(self) -> str:
-        """The last step and the curves, for a notebook."""
-        return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}"
+        """The last step, the curves and the profile, for a notebook."""
+        profile = "" if self.profile is None else self.profile._repr_html_()
+        return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}{profile}"
 
     @functools.cached_property
     def averaged(self) -> "Result":
@@ -262,7 +263,7 @@ def fit(
         lengths = {"batch_size": program.rows, "epochs": schedule.epochs, "steps": schedule.steps, "log_every": log_every}
         describe = functools.partial(_facts, store, trainer, meta, start_point, lengths, resumes=resumes)
         outputs, display = _outputs(store, trainer, outputs, display, start_point, room, describe, resumes=resumes)
-        summarize = functools.partial(profile_of, placed=trainer.placed, target=predicted_for)
+        summarize = functools.partial(profile_of, placed=trainer.placed, target=predicted_for, rows=program.rows)
         profiler = None if traced is None else StepProfiler(traced, config and Path(config.path), display, summarize)
         loop_config = LoopConfig(
             program=program,

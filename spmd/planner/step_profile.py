@@ -16,7 +16,7 @@ from spmd.planner.layer_scopes import layer_of
 from spmd.planner.target import Cluster, load, of_device
 from spmd.planner.text_report import KERNELS, seconds
 from spmd.planner.timeline import LIMITS, Timeline, timeline_of
-from spmd.planner.trace_reader import Event, read_trace
+from spmd.planner.trace_reader import Event, module_number, read_trace
 from spmd.render.html import Html, aligned, filled, framed, table
 from spmd.train.model_setup import PlacedModel
 
@@ -180,6 +180,7 @@ def profile_of(
     placed: PlacedModel,
     target: Cluster | None = None,
     *,
+    rows: int,
     first: int,
     last: int,
     calls: Sequence[int],
@@ -190,6 +191,7 @@ def profile_of(
     Args:
       trace: the file `NAME.xplane.pb`.
       target: for which the step is predicted; None: the shipped description of these devices.
+      rows: of a full batch.
       first, last: numbers of the steps.
       calls: how many steps each traced call made.
       waited: seconds in which devices waited for data.
@@ -202,8 +204,8 @@ def profile_of(
     if not ran:
         raise ValueError("it has no operation of a training step")
     program = ran.most_common(1)[0][0]
-    text, temporaries = _executable(placed, program[0], {event.operation for event in events if event.program == program})
-    module, steps_per_call = parse(text), max(calls) if program[0] == PROGRAMS[1] else 1
+    module, temporaries = _executable(placed, rows, program, {event.operation for event in events if event.program == program})
+    steps_per_call = max(calls) if program[0] == PROGRAMS[1] else 1
     instructions = {instr.name: (name, instr) for name, lines in module.computations.items() for instr in lines}
     by_device: dict[int, list[Event]] = defaultdict(list)
     for event in events:
@@ -267,19 +269,27 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(numbers) if numbers else None
 
 
-def _executable(placed: PlacedModel, name: str, ran: set[str]) -> tuple[str, float]:
-    """The text of the compiled program of this name that has the operations that ran, and the bytes of its temporaries."""
+def _executable(placed: PlacedModel, rows: int, program: tuple[str, int], ran: set[str]) -> tuple[Module, float]:
+    """The compiled program that ran, and the bytes of its temporaries.
+
+    Several programs may have this name, such as those of other batches: it is the one with the operations that ran and with the number in
+    the trace. One that was loaded has another number here; then it is one for full batches, and the newest of these.
+    """
     found = []
-    for executable in placed.mesh.local_devices[0].client.live_executables():
-        modules = executable.hlo_modules()
-        if modules and modules[0].name == name:
-            text = modules[0].to_string()
-            lines = parse(text).computations.values()
-            found.append((len(ran & {instr.name for instrs in lines for instr in instrs}), text, executable))
+    for executable in placed.mesh.local_devices[0].client.live_executables():  # the newest first
+        for compiled in executable.hlo_modules()[:1]:
+            if compiled.name == program[0]:
+                module, number = parse(compiled.to_string()), module_number(compiled.as_serialized_hlo_module_proto())
+                names = {instr.name for lines in module.computations.values() for instr in lines}
+                inputs = [
+                    instr for instr in module.computations[module.entry] if instr.op == "parameter" and instr.scope.startswith("batch")
+                ]
+                full = any(instr.arrays[0].shape[:1] == (rows // placed.resolved.workers,) for instr in inputs)
+                found.append((len(ran & names), number == program[1], full, module, executable))
     if not found:
-        raise ValueError(f"this process has no program {name}")
-    _, text, executable = max(found, key=lambda entry: entry[0])
-    return text, float(executable.get_compiled_memory_stats().temp_size_in_bytes)
+        raise ValueError(f"this process has no program {program[0]}")
+    *_, module, executable = max(found, key=lambda entry: entry[:3])
+    return module, float(executable.get_compiled_memory_stats().temp_size_in_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

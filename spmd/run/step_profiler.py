@@ -21,7 +21,7 @@ from spmd.run.progress import NoProgress, Progress
 from spmd.user_paths import as_path
 
 MOST = 100  # steps: a trace has every operation of every device
-FOLDER, PAGE = "profile", "summary.html"
+FOLDER, PAGE = "profile", "profile.html"
 BEFORE, TRACING, DONE = "before", "tracing", "done"
 
 
@@ -127,12 +127,12 @@ class StepProfiler:
     def end(self, run: RunState) -> None:
         """After the run's last step: stop a trace that is not complete, or say that there is none."""
         if self._state == TRACING:
-            self._warn(f"the run ended after step {run.step}, so not all of {self._options} were traced")
+            self._warn(f"not all of {self._options}, because the run ended after step {run.step}")
             self._finish(run)
         elif self._state == BEFORE and jax.process_index() == 0:
             passed = self._began_at is not None and self._began_at >= self._options.end
             why = f"began at step {self._began_at}" if passed else f"ended after step {run.step}"
-            self._warn(f"{self._options} were not traced: the run {why}")
+            self._warn(f"no trace of {self._options}, because the run {why}")
 
     def close(self) -> None:
         """Stop without a summary, after an error."""
@@ -162,13 +162,17 @@ class StepProfiler:
         jax.block_until_ready(run.state)
         if not self._bounded("stopped", jax.profiler.stop_trace) or jax.process_index() != 0:
             return
+        with watchdog.current().local_work():
+            self._summarise(run, waited)
+
+    def _summarise(self, run: RunState, waited: float) -> None:
         try:
             traces = [path for path, written in self._traces().items() if self._earlier.get(path) != written]
             if not traces:
                 raise ValueError("the profiler has written no file")
             found = {"trace": traces[0], "first": self._first, "last": run.step, "calls": tuple(self._calls), "waited": waited}
             self.profile = self._summarize(**found)
-            page = self._folder / PAGE
+            page = (self._folder if self._run_folder is None else self._run_folder) / PAGE
             page.write_text(document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE), encoding="utf-8")
         except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
             self._warn(f"the trace in {self._folder} has no summary: {first_line(error)}. Training continues")

@@ -18,7 +18,7 @@ from spmd.mesh import MeshSpec
 from spmd.planner.device_time import measure
 from spmd.planner.hlo import parse
 from spmd.planner.layer_scopes import REST, layer_of
-from spmd.planner.step_profile import CLEARED, Line, StepProfile
+from spmd.planner.step_profile import CLEARED, OTHER, Line, StepProfile, profile_of
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import LIMITS, timeline_of
 from spmd.planner.trace_reader import Event, events_of
@@ -130,6 +130,14 @@ def test_kinds_and_layers_add_up_to_the_step(tmp_path):
     assert profile["first"].measured > 0 and profile["first"].predicted > 0
 
 
+def test_evaluations_are_other_programs(tmp_path):
+    data = {"x": np.ones((64, 64), np.float32), "y": np.ones((64, 8), np.float32)}
+    plain, evaluated = (
+        profiled(tmp_path / str(every), **options).profile for every, options in {0: {}, 1: {"eval_data": data, "eval_every": 1}}.items()
+    )
+    assert evaluated[OTHER].measured > 0 and OTHER not in {line.name for line in plain.kinds}
+
+
 def test_products_are_named_as_in_plans(tmp_path):
     profile = profiled(tmp_path, devices=1).profile
     products = [one for one in profile.operations if one.kind == "matrix products"]
@@ -148,6 +156,15 @@ def test_predictions_are_those_of_the_plan(tmp_path):
         assert limit not in {line.name for line in result.profile.kinds} or result.profile[limit].predicted == pytest.approx(
             seconds, rel=0.2
         )
+
+
+@pytest.mark.parametrize("other", [64, 16])
+def test_program_of_another_batch_is_not_confused(other, tmp_path):
+    result = profiled(tmp_path / "first")
+    profiled(tmp_path / "second", batch_size=other)  # its program has the same name and operations
+    (trace,) = result.profile.folder.glob("*.xplane.pb")
+    again = profile_of(trace, result.trainer.placed, rows=32, first=3, last=6, calls=(1, 1, 1, 1))
+    assert again.layers == result.profile.layers and again.kinds == result.profile.kinds
 
 
 def test_loops_are_charged_for_what_they_run(tmp_path):

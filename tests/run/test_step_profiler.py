@@ -55,9 +55,9 @@ def test_profile_is_of_the_steps_asked_for_and_the_run_is_the_same(tmp_path, cap
     profile = result.profile
     assert (profile.first, profile.last, profile.devices) == (3, 4, 8)
     assert profile.folder.is_relative_to(tmp_path / "profile") and profile.target == "1x8xcpu"
-    page = (tmp_path / "profile" / PAGE).read_text(encoding="utf-8")
+    page = (tmp_path / PAGE).read_text(encoding="utf-8")
     assert "exposed communication" in page and "reducing gradients" in page
-    assert said(caplog) == [f"profile: {tmp_path / 'profile' / PAGE}"]
+    assert said(caplog) == [f"profile: {tmp_path / PAGE}"]
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -76,12 +76,12 @@ def test_summary_is_printed_with_the_progress(tmp_path, capsys):
 def test_run_that_ends_early_profiles_what_it_made(tmp_path, caplog):
     result = fit(steps=4, profile=Profile("2:9", tmp_path))
     assert (result.profile.first, result.profile.last) == (3, 4)
-    assert said(caplog)[0] == "profile: the run ended after step 4, so not all of steps 3 to 9 were traced."
+    assert said(caplog)[0] == "profile: not all of steps 3 to 9, because the run ended after step 4."
 
 
 def test_run_that_never_reaches_the_steps_says_so(tmp_path, caplog):
     assert fit(steps=3, profile=Profile("5:9", tmp_path)).profile is None
-    assert said(caplog) == ["profile: steps 6 to 9 were not traced: the run ended after step 3."]
+    assert said(caplog) == ["profile: no trace of steps 6 to 9, because the run ended after step 3."]
 
 
 def test_steps_are_counted_from_the_start_of_training(tmp_path, caplog):
@@ -90,7 +90,7 @@ def test_steps_are_counted_from_the_start_of_training(tmp_path, caplog):
     assert (resumed.profile.first, resumed.profile.last) == (6, 6)
     caplog.clear()
     assert fit(steps=9, checkpoint=tmp_path, resume=True, profile="2:4").profile is None
-    assert said(caplog) == ["profile: steps 3 to 4 were not traced: the run began at step 7."]
+    assert said(caplog) == ["profile: no trace of steps 3 to 4, because the run began at step 7."]
 
 
 def test_calls_of_several_steps_are_traced_in_full(tmp_path):
