@@ -11,7 +11,8 @@ from spmd.planner.hlo import Instruction, Module, collective_kind
 from spmd.planner.trace_reader import NO_PROGRAM, Event
 
 CONTAINERS = ("while", "conditional", "call", "async-start")  # their time is that of what they run
-COMMUNICATION, COMPUTATION, CONTAINER, OTHERS = range(4)  # what an event is: a collective, other work, a container, of another program
+# what an event is: a collective, other work, work that the trace does not name, a container, of another program
+COMMUNICATION, COMPUTATION, UNNAMED, CONTAINER, OTHERS = range(5)
 
 
 @dataclasses.dataclass
@@ -52,12 +53,12 @@ def measure(
     result = Measured(len(windows), sum(end - begin for begin, end in windows))
     begins = [begin for begin, _ in windows]
     points = sorted({at for event in events for at in (event.begin, event.end)})
-    running: tuple[list[tuple[float, int]], ...] = ([], [], [], [])  # heaps of (-begin, number of the event), by what it is
+    running: tuple[list[tuple[float, int]], ...] = ([], [], [], [], [])  # heaps of (-begin, number of the event), by what it is
     number = 0
     for at, until in itertools.pairwise(points):
         while number < len(events) and events[number].begin <= at:
             event = events[number]
-            kind = kinds[event.operation] if event.program == program else COMPUTATION if event.program == NO_PROGRAM else OTHERS
+            kind = kinds[event.operation] if event.program == program else UNNAMED if event.program == NO_PROGRAM else OTHERS
             heapq.heappush(running[kind], (-event.begin, number))
             number += 1
         for heap in running:
@@ -65,13 +66,14 @@ def measure(
                 heapq.heappop(heap)
         place, span = bisect.bisect_right(begins, at) - 1, until - at
         if place >= 0 and at < windows[place][1]:
-            if charged := running[COMPUTATION] or running[COMMUNICATION]:
+            work = running[COMPUTATION] or running[UNNAMED]
+            if charged := work or running[COMMUNICATION]:
                 result.charged[events[charged[0][1]].operation] += span
             else:
                 result.launches += span
-            result.hidden += span * (bool(running[COMPUTATION]) and any(events[one].end > at for _, one in running[COMMUNICATION]))
+            result.hidden += span * (bool(work) and any(events[one].end > at for _, one in running[COMMUNICATION]))
         elif 0 <= place < len(windows) - 1:
-            busy = bool(running[COMPUTATION] or running[OTHERS])
+            busy = bool(running[UNNAMED] or running[OTHERS])
             result.other += span * busy
             result.between += span * (not busy)
     return result

@@ -15,6 +15,7 @@ from typing import Any
 from jax.profiler import ProfileData
 
 NO_PROGRAM = ("", 0)
+COPY = "memcpy_details"  # of a copy on a GPU; one without an instruction, such as that of the next batch, is no part of a program
 END = "end: "  # in the name of the event at which an operation of a CPU ends, which its `_c` connects with the `_p` of its first event
 
 
@@ -51,8 +52,10 @@ def events_of(trace: Any) -> list[Event]:
 
 def _of_plane(plane: Any) -> Iterator[Event]:
     if gpu := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
-        kernels = (kernel for line in plane.lines if line.name.startswith("Stream #") for kernel in line.events)
-        yield from (_event(kernel, dict(kernel.stats), int(gpu[1]), kernel.end_ns) for kernel in kernels)
+        for event in (event for line in plane.lines if line.name.startswith("Stream #") for event in line.events):
+            stats = dict(event.stats)
+            if "hlo_op" in stats or COPY not in stats:
+                yield _event(event, stats, int(gpu[1]), event.end_ns)
     elif plane.name.startswith("/host:CPU"):
         begun, ends = [], defaultdict[Any, float](float)
         for event in (event for line in plane.lines for event in line.events):

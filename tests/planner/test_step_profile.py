@@ -248,9 +248,13 @@ def test_streams_of_a_gpu():
 
 def test_kernels_without_a_name_are_work_without_a_name():
     trace = gpu_trace(1000, 1150)
-    trace.planes[0].lines[0].events.append(kernel("graph", 1055, 1060))
+    copy = kernel("MemcpyH2D", 1065, 1080)  # of the next batch
+    copy.stats = {"memcpy_details": "size:64"}.items()
+    trace.planes[0].lines[0].events += [kernel("graph", 1050, 1062), copy]
     one = measured_on_gpu(trace)
-    assert round(one.charged[""] * 1e9) == 5
+    nanoseconds = {name: round(took * 1e9) for name, took in one.charged.items()}
+    assert nanoseconds == {"product": 60, "reduce-start": 45, "twice": 70, "": 10}
+    assert round(one.launches * 1e9) == 15 and round(one.hidden * 1e9) == 45
 
 
 def test_operation_that_began_last_is_charged():
