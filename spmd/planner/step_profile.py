@@ -13,7 +13,7 @@ from spmd.mesh import MeshSpec
 from spmd.planner.device_time import measure
 from spmd.planner.hlo import Instruction, Module, collective_kind, parse
 from spmd.planner.layer_scopes import layer_of
-from spmd.planner.target import Cluster, load, of_device
+from spmd.planner.target import Cluster, cluster_of, load
 from spmd.planner.text_report import KERNELS, seconds
 from spmd.planner.timeline import LIMITS, Timeline, timeline_of
 from spmd.planner.trace_reader import Event, module_number, read_trace
@@ -148,16 +148,6 @@ class StepProfile:
         return framed(f"<p>{html.escape(self.title)}</p>{tables}{notes}")
 
 
-def devices_here(placed: PlacedModel) -> Cluster | None:
-    """The cluster that a mesh is, by the shipped descriptions of its devices; None if none describes them."""
-    devices = placed.mesh.devices.size
-    target = load("cpu") if placed.platform == "cpu" else of_device(placed.mesh.devices.flat[0].device_kind)
-    if target is None:
-        return None
-    nodes = max(devices // target.devices_per_node, 1)
-    return Cluster(nodes, devices // nodes, target)
-
-
 def check_target(target: "str | Cluster | None", placed: PlacedModel) -> Cluster | None:
     """The cluster for which a step is to be predicted; None: the devices that are here.
 
@@ -221,7 +211,7 @@ def profile_of(
     for one in measured:
         for name, took in one.charged.items():
             charged[name] += took / executions / steps_per_call
-    cluster = target or devices_here(placed)
+    cluster = target or cluster_of(list(placed.mesh.devices.flat))
     described = cluster or Cluster(1, placed.mesh.devices.size, load("h100"))  # whose rule says what a fusion with a product counts as
     axes = MeshSpec.parse(placed.mesh), described, placed.resolved.data_axes
     plan = PredictedStep(timeline_of(module, *axes, temporaries=temporaries), steps_per_call, known=cluster is not None)
