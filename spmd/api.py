@@ -30,6 +30,7 @@ from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.planner.auto_layout import AUTO, auto_layout, check_auto
 from spmd.planner.memory_check import check_step_memory
 from spmd.planner.model_flops import model_flops, trace_model
+from spmd.planner.step_profile import StepProfile, check_target, profile_of
 from spmd.planner.target import of_device
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
@@ -45,6 +46,7 @@ from spmd.run.progress import NoProgress, make_progress
 from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
+from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
 from spmd.run.work import Work, tokens_per_row
 from spmd.train.compiled_step import Program
@@ -71,6 +73,7 @@ class Result:
       goodput: seconds of the run by phase (`spmd.run.goodput.Goodput`); None for a trial of a sweep.
       compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
         trial of a sweep.
+      profile: of the steps of `fit(profile=...)`; None without it, and if the profiler failed.
 
     Example:
       >>> import optax, spmd
@@ -88,6 +91,7 @@ class Result:
     trainer: Trainer
     goodput: Goodput | None = None
     compilations: Compilations | None = None
+    profile: StepProfile | None = None
 
     @functools.cached_property
     def model(self) -> Any:
@@ -99,8 +103,9 @@ class Result:
         return f"Result after step {int(self.state.step)}{ended}; {self.history!r}"
 
     def _repr_html_(self) -> str:
-        """The last step and the curves, for a notebook."""
-        return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}"
+        """The last step, the curves and the profile, for a notebook."""
+        profile = "" if self.profile is None else self.profile._repr_html_()
+        return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}{profile}"
 
     @functools.cached_property
     def averaged(self) -> "Result":
@@ -157,6 +162,7 @@ def fit(
     seed: int = 0,
     check_memory: bool = True,
     compile_cache: str | Path | bool | None = None,
+    profile: str | Profile | None = None,
 ) -> Result:
     """Train a Flax model over a mesh of devices, sharded by a layout file, as one compiled step.
 
@@ -201,6 +207,8 @@ def fit(
       compile_cache: a folder that keeps compiled programs, so that a restart loads them. None: `programs/` in the folder of
         `checkpoint`, or in the user's cache folder ($SPMD_CACHE chooses another). False or "off": none. If JAX's own cache is
         configured, that one is used.
+      profile: such as "10:15": trace the steps after the 10th up to the 15th by `jax.profiler`, and summarise them by kind and by layer
+        beside what is predicted (`result.profile`); or a `Profile` with more options.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
@@ -223,7 +231,7 @@ def fit(
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     check_integer(data_retries, "data_retries", 0)
-    config = as_checkpoint(checkpoint)
+    config, traced = as_checkpoint(checkpoint), as_profile(profile)
     account = TimeAccount.open(None if config is None else Path(config.path))
     join()
     folder = choose_folder(compile_cache, None if config is None else config.path)
@@ -244,6 +252,7 @@ def fit(
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
     )
+    predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
     trainer.placed.compiling = functools.partial(account, COMPILING)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     measure = trainer.measure_averaged if eval_average else trainer.measure
@@ -253,6 +262,7 @@ def fit(
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     meta = about_run(trainer, reader, program)
     facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
+    facts |= {"profile": None if traced is None else traced.steps}
     _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
@@ -265,6 +275,8 @@ def fit(
         lengths = {"batch_size": program.rows, "epochs": schedule.epochs, "steps": schedule.steps, "log_every": log_every}
         describe = functools.partial(_facts, store, trainer, meta, start_point, lengths, resumes=resumes)
         outputs, display = _outputs(store, trainer, outputs, display, start_point, room, describe, chosen, resumes=resumes)
+        summarize = functools.partial(profile_of, placed=trainer.placed, target=predicted_for, rows=program.rows)
+        profiler = None if traced is None else StepProfiler(traced, config and Path(config.path), display, summarize)
         loop_config = LoopConfig(
             program=program,
             source=reader,
@@ -281,6 +293,7 @@ def fit(
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             memory=memory,
             data_retries=data_retries,
+            profiler=profiler,
             work=work_of(program),
         )
         loop = Loop(loop_config, start_point, account)
@@ -292,7 +305,8 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
-    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before)
+    of_steps = None if profiler is None else profiler.profile
+    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps)
 
 
 def work_of(program: Program) -> Work:

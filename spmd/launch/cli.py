@@ -1,4 +1,4 @@
-"""The `spmd` command: list and check layouts, plan and search, measure devices, launch processes, benchmark data, fine-tune, generate.
+"""The `spmd` command: layouts, plans, search, profiles, calibration, processes, benchmarks of data, fine-tuning, generation.
 
     spmd layouts
     spmd layouts show fsdp
@@ -6,6 +6,7 @@
     spmd plan train.py --target 8x8xh100 --layout fsdp
     spmd targets
     spmd calibrate --devices 8 --out mine.toml
+    spmd profile train.py --steps 10:15
     spmd launch --processes 2 --simulate 4 train.py
     spmd data bench "train-*.csv" --batch-size 128 --step-ms 20
     spmd finetune llama --data my.jsonl --layout fsdp --out tuned
@@ -24,7 +25,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
-from spmd.launch import calibrate_command, data_command, finetune_command, generate_command, launch_command, plan_command
+from spmd.launch import calibrate_command, data_command, finetune_command, generate_command, launch_command, plan_command, profile_command
 from spmd.layout.toml_reader import load, load_registered, shipped
 
 
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     plan_command.add_to(top)
     calibrate_command.add_to(top)
+    profile_command.add_to(top)
     launch_command.add_to(top)
     data_command.add_to(top)
     finetune_command.add_to(top)

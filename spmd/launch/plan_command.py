@@ -4,26 +4,19 @@ The script runs normally up to its call of `spmd.fit`; the arguments of that cal
 """
 
 import argparse
-import contextlib
 import functools
-import inspect
 import os
-import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 from spmd.deprecated import warn
-from spmd.errors import OptionError, SpmdError
+from spmd.errors import OptionError
+from spmd.launch.script_fit import call_at_fit
 from spmd.layout.toml_reader import load_registered
 from spmd.planner.target import Cluster, load as load_target, shipped
 from spmd.user_paths import output_path
 
 FOUND_NOTHING = 2  # the exit code of a search in which nothing fits
-
-
-class _FitCalled(BaseException):
-    """Ends a script at its call of `fit`; a BaseException, so that the script's error handlers do not catch it."""
 
 
 def add_to(commands: Any) -> None:
@@ -185,7 +178,7 @@ def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
     check_numbers(overrides.get("precision", "float32"), overrides.get("accumulate", 1))
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no accelerator is used, and the GPU plugin logs errors if there is none
-    script = functools.partial(captured_fit_arguments, options.script, options.rest)
+    script = functools.partial(call_at_fit, options.script, options.rest, _arguments)
     if "layout" in overrides:
         overrides["layout"], arguments = load_registered(overrides["layout"], script)
     else:
@@ -200,48 +193,10 @@ def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return {"batch": reader.sample(), "target": cluster, **{name: arguments[name] for name in planned if name in arguments}}
 
 
-def captured_fit_arguments(script: str, arguments: list[str]) -> dict[str, Any]:
-    """The arguments of a script's first call of `spmd.fit`, by name. Its output goes to standard error.
-
-    Raises:
-      OptionError: there is no such script, it fails, or it ends before such a call.
-    """
-    from spmd import api
-
-    path, public, captured = Path(script), sys.modules["spmd"], {}
-    if not path.is_file():
-        why = f'"{script}" is a folder' if path.is_dir() else f'there is no file "{script}"'
-        raise OptionError(f"{why}.", fix="a Python script that calls spmd.fit.")
-    argv, paths, folder, real = sys.argv, sys.path[:], Path.cwd(), api.fit
-
-    def fit(*args: Any, **options: Any) -> Any:
-        try:
-            captured.update(inspect.signature(real).bind(*args, **options).arguments)
-        except TypeError as error:
-            raise OptionError(f"{script} calls spmd.fit with invalid arguments: {error}.") from error
-        raise _FitCalled
-
-    sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
-    api.fit = public.fit = fit  # type: ignore[attr-defined]
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            runpy.run_path(script, run_name="__main__")
-    except _FitCalled:
-        pass
-    except SpmdError:
-        raise
-    except (Exception, SystemExit) as error:
-        if not captured:  # otherwise, the code after the call does not matter
-            why = f"ended ({error.code})" if isinstance(error, SystemExit) else f"fails, {type(error).__name__}: {error},"
-            raise OptionError(f"{script} {why} before it called spmd.fit.") from error
-    finally:
-        sys.argv, sys.path = argv, paths
-        os.chdir(folder)
-        api.fit = public.fit = real  # type: ignore[attr-defined]
-    if not captured:
-        fix = "call spmd.plan(...) from Python, for a custom training loop."
-        raise OptionError(f"{script} never called spmd.fit, so there is nothing to plan.", fix=fix)
-    return captured
+def _arguments(fit: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `fit`, which is not made."""
+    del fit
+    return arguments
 
 
 def show_progress(line: str) -> None:

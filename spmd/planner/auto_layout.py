@@ -13,7 +13,7 @@ from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import loads
 from spmd.planner.layout_search import search
 from spmd.planner.search_result import FOUND
-from spmd.planner.target import Cluster, load, of_device
+from spmd.planner.target import Cluster, cluster_of
 from spmd.tree import Tree, abstract
 
 AUTO = "auto"
@@ -46,11 +46,11 @@ def devices_here() -> Cluster:
       '1x8xcpu'
     """
     devices = jax.devices()
-    target = load("cpu") if devices[0].platform == "cpu" else of_device(devices[0].device_kind)
-    if target is None:
+    cluster = cluster_of(devices)
+    if cluster is None:
         fix = 'spmd calibrate --save mine.toml, then spmd search SCRIPT --target mine.toml --save layout.toml, and layout="layout.toml".'
         raise OptionError(f'layout="auto": no target describes {devices[0].device_kind}.', fix=fix)
-    return Cluster(1, len(devices), target)
+    return cluster
 
 
 def check_auto(mesh: Any, accumulate: int) -> None:

@@ -213,9 +213,11 @@ def plain_scopes(scope: str) -> list[str]:
 
     >>> plain_scopes("jit(call)/call_exported/jit(<lambda>)/stats/psum"), plain_scopes("jit(f)/shard_map/(metrics/psum:stats/psum)")
     (['stats/psum'], ['shard_map/metrics/psum', 'shard_map/stats/psum'])
+    >>> plain_scopes("jit(f)/transpose(jvp(up))/(query/dot:key/dot)")
+    ['transpose(jvp(up))/query/dot', 'transpose(jvp(up))/key/dot']
     """
     plain = re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope)
-    several = re.fullmatch(r"(.*?)\((.*:.*)\)", plain) if ":" in plain else None
+    several = re.fullmatch(r"((?:.*/)?)\((.*:.*)\)", plain) if ":" in plain else None
     return [several.group(1) + part for part in several.group(2).split(":")] if several else [plain]
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -311,6 +311,21 @@ def of_device(kind: str) -> Target | None:
     ('h100', None)
     """
     return next((target for target in map(load, shipped()) if target.platform == "cuda" and target.compiler["name"] == kind), None)
+
+
+def cluster_of(devices: Sequence[Any]) -> Cluster | None:
+    """JAX's devices as a cluster, by the shipped descriptions; None if none describes them. Those of one process are one node.
+
+    >>> from types import SimpleNamespace
+    >>> str(cluster_of([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=n // 4) for n in range(16)]))
+    '2x8xh100'
+    """
+    target = load("cpu") if devices[0].platform == "cpu" else of_device(devices[0].device_kind)
+    if target is None:
+        return None
+    processes = {device.process_index for device in devices}
+    nodes = max(len(devices) // target.devices_per_node, 1) if len(processes) > 1 else 1
+    return Cluster(nodes, len(devices) // nodes, target)
 
 
 def load(name: str) -> Target:

@@ -227,9 +227,8 @@ def _where(leaf: Any) -> str:
 
 def to_json(plan: PlanData, **more: Any) -> str:
     """All figures of a plan, and more, as JSON."""
-    times = {
-        field.name: getattr(plan.timeline, field.name) for field in dataclasses.fields(Timeline) if field.name not in ("spans", "waits")
-    }
+    left_out = ("spans", "waits", "operations")
+    times = {field.name: getattr(plan.timeline, field.name) for field in dataclasses.fields(Timeline) if field.name not in left_out}
     names = ("purpose", "kind", "axes", "group", "arrays", "times", "sent", "asynchronous", "where")
     transfers = [{name: getattr(transfer, name) for name in names} for transfer in plan.traffic.transfers]
     figures = {

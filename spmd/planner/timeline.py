@@ -84,6 +84,8 @@ class Timeline:
       rematerialized: seconds of computation that XLA repeats, on its own account, to save memory.
       repeated_memory: the part of `memory` that is spent on computing again what `[remat]`, the model or XLA discards.
       at_peak: seconds that what is multiplied takes at the device's peak, by the fields `products`, `convolutions` and `attention`.
+      operations: seconds of a step by instruction of the program and field, such as ("dot.1", "products"), loops multiplied out; launches
+        are not among them, and of communication only what is exposed.
     """
 
     seconds: float
@@ -105,6 +107,7 @@ class Timeline:
     deviation: float = 0.0
     repeated_memory: float = 0.0
     at_peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    operations: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def multiplying(self) -> float:
@@ -156,6 +159,7 @@ class _Clock:
     rematerialized: float = 0.0
     repeated_memory: float = 0.0
     at_peak: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    operations: dict[tuple[str, str], float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     waits: list[Wait] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = dataclasses.field(default_factory=list)
@@ -189,7 +193,7 @@ def timeline_of(
     host, waits = (clock.host_seconds, clock.host_bytes), tuple(sorted(clock.waits, key=lambda wait: -wait.exposed))
     counted = flops, min(model_flops, flops), peak
     more = waits, clock.rematerialized, clock.convolutions, clock.attention, deviation(clock, cluster.target)
-    more += clock.repeated_memory, dict(clock.at_peak)
+    more += clock.repeated_memory, dict(clock.at_peak), dict(clock.operations)
     return Timeline(clock.compute, *computing, clock.exposed, hidden, *counted, tuple(clock.spans), *host, *more)
 
 
@@ -243,7 +247,7 @@ class _Schedule(Partitioned):
                 elif instr.op not in FREE and not instr.op.endswith("-update"):
                     launch = 0.0 if instr.op == "iota" else self.cluster.target.achieved.launch
                     memory = clock.memory
-                    self._compute(clock, cost_of(self.module, name, instr), launch)
+                    self._compute(clock, instr, cost_of(self.module, name, instr), launch)
                     if REMATTED in instr.scope or REMATERIALIZED in instr.name:
                         clock.repeated_memory += clock.memory - memory
                 if REMATERIALIZED in instr.name:
@@ -252,7 +256,7 @@ class _Schedule(Partitioned):
                     clock.spans.append(Span(instr.name, instr.scope, began, clock.compute, False))
         return clock
 
-    def _compute(self, clock: _Clock, cost: Cost, launch: float) -> None:
+    def _compute(self, clock: _Clock, instr: Instruction, cost: Cost, launch: float) -> None:
         """Advance by an instruction's time and its launch overhead."""
         target = self.cluster.target
         if self.widened:
@@ -264,6 +268,7 @@ class _Schedule(Partitioned):
         products, memory = sum(times.values()), memory_time(cost.bytes, target)
         part = max(times, key=lambda kind: times[kind]) if products >= memory and times else "memory"
         setattr(clock, part, getattr(clock, part) + max(products, memory))
+        clock.operations[instr.name, part] += max(products, memory)
         if part != "memory":
             clock.at_peak[part] += sum(product.flops * product.share / target.rate(product.dtype) for product in cost.products)
         clock.launches += launch
@@ -284,9 +289,8 @@ class _Schedule(Partitioned):
         if instr.op.endswith("-start"):
             pending[instr.name] = clock.host_link, clock.compute, None
             return
-        self._compute(clock, cost_of(self.module, name, instr), target.achieved.launch)
-        clock.exposed += max(clock.host_link - clock.compute, 0.0)
-        clock.compute = max(clock.compute, clock.host_link)
+        self._compute(clock, instr, cost_of(self.module, name, instr), target.achieved.launch)
+        self._wait(clock, instr.name, clock.host_link, clock.compute, None)
 
     def _begin(self, clock: _Clock, pending: _Pending, name: str, instr: Instruction) -> None:
         transfer = self.transfer(name, instr)
@@ -299,19 +303,20 @@ class _Schedule(Partitioned):
         if transfer.asynchronous:
             pending[instr.name] = clock.link, clock.compute, transfer
         else:
-            self._wait(clock, clock.link, clock.compute, transfer)
+            self._wait(clock, instr.name, clock.link, clock.compute, transfer)
 
     def _end(self, clock: _Clock, pending: _Pending, instr: Instruction) -> None:
         for name in instr.operands:
             if name in pending:
-                self._wait(clock, *pending.pop(name))
+                self._wait(clock, name, *pending.pop(name))
 
-    def _wait(self, clock: _Clock, done: float, started: float, transfer: Transfer | None) -> None:
+    def _wait(self, clock: _Clock, name: str, done: float, started: float, transfer: Transfer | None) -> None:
         """Advance to the end of a communication."""
         if done <= clock.compute:
             return
         exposed = done - clock.compute
         clock.exposed += exposed
+        clock.operations[name, "exposed"] += exposed
         if transfer is not None:
             clock.waits.append(Wait(transfer, 1, exposed, clock.compute - started))
         clock.compute = done
@@ -331,6 +336,8 @@ class _Schedule(Partitioned):
             clock.flops[dtype] += times * count
         for part, value in inner.at_peak.items():
             clock.at_peak[part] += times * value
+        for operation, value in inner.operations.items():
+            clock.operations[operation] += times * value
 
 
 def transfer_time(transfer: Transfer, cluster: Cluster) -> float:

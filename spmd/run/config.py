@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd.data.batches import Placer
 from spmd.data.sources import Source
@@ -19,6 +19,9 @@ from spmd.run.work import Work
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
 
+if TYPE_CHECKING:
+    from spmd.run.step_profiler import StepProfiler
+
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
@@ -29,6 +32,7 @@ class LoopConfig:
       meta: what each checkpoint records about the run's options and data.
       device_data: arrays of a data set that lives on the devices.
       data_retries: how often in a row a batch is read again.
+      profiler: traces some of the steps.
     """
 
     program: Program
@@ -46,6 +50,7 @@ class LoopConfig:
     steps_per_call: int = 1
     memory: MemoryCheckpoints | None = None
     data_retries: int = 0
+    profiler: "StepProfiler | None" = None
     work: Work = dataclasses.field(default_factory=Work)
 
 

@@ -53,10 +53,11 @@ class StepDispatcher:
     def _dispatch(self, batch: Batch) -> None:
         """Dispatch one step."""
         program, placer, run = self._config.program, self._config.placer, self._run
-        with placer.allow_row_transfers():
-            events = placer.replicate_all(program.events(run.step, batch.rows, batch.has_rows))
-            run.state, packed = program.step(run.state, batch.leaves, batch.weights, events, split=batch.split)
-        run.step += 1
+        with self._traced(1):
+            with placer.allow_row_transfers():
+                events = placer.replicate_all(program.events(run.step, batch.rows, batch.has_rows))
+                run.state, packed = program.step(run.state, batch.leaves, batch.weights, events, split=batch.split)
+            run.step += 1
         run.position.advance(batch.has_rows)
         run.position.reader = batch.position
         self._metrics.add(run.step, packed, [batch.rows])
@@ -84,11 +85,17 @@ class StepDispatcher:
         first = run.step + 1
         step_events = [program.events(run.step + offset, batch.rows, batch.has_rows) for offset, batch in enumerate(batches)]
         events = placer.replicate_all({name: np.stack([events[name] for events in step_events]) for name in step_events[0]})
-        run.state, packed = program.scan_steps(run.state, self._config.device_data, index, weights, events)
-        run.step += len(batches)
+        with self._traced(len(batches)):
+            run.state, packed = program.scan_steps(run.state, self._config.device_data, index, weights, events)
+            run.step += len(batches)
         for batch in batches:
             run.position.advance(batch.has_rows)
         self._metrics.add(first, packed, [batch.rows for batch in batches])
+
+    def _traced(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Around a call of `count` steps, which the profiler may trace."""
+        profiler = self._config.profiler
+        return contextlib.nullcontext() if profiler is None else profiler.call(self._run, count)
 
     def _steps_until_due(self) -> int:
         """Steps until something must read the state, or the run ends."""

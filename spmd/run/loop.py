@@ -59,6 +59,8 @@ class Loop:
                 while not control.should_stop() and not control.finished():
                     self._epoch()
                 self._metrics.drain()
+                if self._config.profiler is not None:
+                    self._config.profiler.end(run)
                 if not control.stopped_by_signal():
                     self._evaluator.evaluate()
                 self._metrics.log()
@@ -169,3 +171,5 @@ class Loop:
                 closing.callback(self._config.store.close)
             closing.callback(self.run.history.close)
             closing.callback(progress.close)
+            if self._config.profiler is not None:
+                closing.callback(self._config.profiler.close)

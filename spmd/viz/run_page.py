@@ -19,7 +19,7 @@ img { max-width: 100%; background: #fff; border-radius: 4px }
 
 
 def report(result: Result, path: str | Path, *, title: str = "A run of spmd", checkpoint: str | Path | None = None) -> Path:
-    """Write a run as one self-contained HTML page: metrics, curve, mesh, layout, and a list of its checkpoints.
+    """Write a run as one self-contained HTML page: metrics, curve, profile, mesh, layout, and a list of its checkpoints.
 
     Args:
       checkpoint: the checkpoint folder that was passed to `fit`.
@@ -50,6 +50,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
         f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
         f'<h2>Curve</h2>\n<img alt="metrics over steps" src="data:image/png;base64,{image}">',
+        f"<h2>Profile</h2>\n{result.profile._repr_html_()}" if result.profile is not None else "",
         f"<h2>Mesh</h2>\n{mesh_table(result.trainer.mesh)}",
         f'<h2>Placement of every array</h2>\n<div class="wide">{table(COLUMNS, rows(resolved))}</div>',
         *(f"<p>{html.escape(line)}</p>" for line in notes(resolved)),

@@ -105,6 +105,7 @@ RETURNED = {  # types that public functions return and that users do not constru
     "spmd.inference.ensemble.Evaluation",
     "spmd.inference.workers.Answer",
     "spmd.inference.exporter.ExportReport",
+    "spmd.planner.step_profile.StepProfile",
     "spmd.sweeps.results.Sweep",
     "spmd.sweeps.results.TrialResult",
 }

@@ -87,7 +87,7 @@ def test_several_processes_are_refused(monkeypatch):
 
 
 def test_devices_that_no_target_describes(monkeypatch):
-    device = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA X1"})
+    device = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA X1", "process_index": 0})
     monkeypatch.setattr(jax, "devices", lambda: [device])
     with pytest.raises(OptionError, match=r"no target describes NVIDIA X1\.\n    fix: spmd calibrate"):
         devices_here()

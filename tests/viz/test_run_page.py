@@ -57,6 +57,7 @@ def run(tmp_path_factory):
         steps=4,
         eval_data=data,
         checkpoint=folder,
+        profile="2:4",
     )
     return result, folder
 
@@ -78,6 +79,7 @@ def test_page_says_what_was_run(run, tmp_path):
     assert "4 steps on 8 devices, 4 workers; gradients are reduced by compiler." in text
     assert f"{result.history['loss'][-1]:.6g}" in text and f"{result.history['eval_loss'][-1]:.6g}" in text
     assert "data=4, model=2: 8 devices of kind cpu" in text and "model 1" in text
+    assert "steps 3 to 4 on 8 devices, beside the plan for 1x8xcpu" in text and "exposed communication" in text
     assert str(folder / "checkpoints") in text and "step 4" in text
     for line in result.trainer.summary().splitlines()[-1:]:
         assert line in text

@@ -1,0 +1,80 @@
+"""Runs a script up to its first call of `spmd.fit`, in whose place something else is done."""
+
+import contextlib
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spmd.errors import OptionError, SpmdError
+
+T = TypeVar("T")
+
+
+class _FitCalled(BaseException):
+    """Ends a script at its call of `fit`; a BaseException, so that the script's error handlers do not catch it."""
+
+
+def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[..., Any], dict[str, Any]], T], *, to: str = "plan") -> T:
+    """What `call(fit, arguments)` returns, at a script's first call of `spmd.fit`: the real one, and its arguments by name.
+
+    The script ends there. Its output goes to standard error.
+
+    Args:
+      to: what `call` does, as a verb for errors.
+
+    Raises:
+      OptionError: there is no such script, it fails, or it ends before such a call.
+    """
+    from spmd import api
+
+    path, public, outcome = Path(script), sys.modules["spmd"], list[Callable[[], T]]()
+    if not path.is_file():
+        why = f'"{script}" is a folder' if path.is_dir() else f'there is no file "{script}"'
+        raise OptionError(f"{why}.", fix="a Python script that calls spmd.fit.")
+    argv, paths, folder, real = sys.argv, sys.path[:], Path.cwd(), api.fit
+
+    def fit(*args: Any, **options: Any) -> Any:
+        try:
+            given = dict(inspect.signature(real).bind(*args, **options).arguments)
+        except TypeError as error:
+            raise OptionError(f"{script} calls spmd.fit with invalid arguments: {error}.") from error
+        try:
+            result = call(real, given)
+        except BaseException as error:  # which the script's error handlers must not catch either
+            outcome.append(_raising(error))
+        else:
+            outcome.append(lambda: result)
+        raise _FitCalled
+
+    sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
+    api.fit = public.fit = fit  # type: ignore[attr-defined]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            runpy.run_path(script, run_name="__main__")
+    except _FitCalled:
+        pass
+    except SpmdError:
+        raise
+    except (Exception, SystemExit) as error:
+        if not outcome:  # otherwise, the code after the call does not matter
+            why = f"ended ({error.code})" if isinstance(error, SystemExit) else f"fails, {type(error).__name__}: {error},"
+            raise OptionError(f"{script} {why} before it called spmd.fit.") from error
+    finally:
+        sys.argv, sys.path = argv, paths
+        os.chdir(folder)
+        api.fit = public.fit = real  # type: ignore[attr-defined]
+    if not outcome:
+        fix = "call spmd.plan(...) from Python, for a custom training loop."
+        raise OptionError(f"{script} never called spmd.fit, so there is nothing to {to}.", fix=fix if to == "plan" else "")
+    return outcome[0]()
+
+
+def _raising(error: BaseException) -> Callable[[], Any]:
+    def again() -> Any:
+        raise error
+
+    return again

@@ -1,0 +1,218 @@
+"""Traces some steps of a run by `jax.profiler`. A profiler that hangs or fails is abandoned with one warning, and training continues."""
+
+import contextlib
+import dataclasses
+import logging
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd.distributed import watchdog
+from spmd.errors import OptionError, first_line, short_repr
+from spmd.render.html import document
+from spmd.run.config import RunState
+from spmd.run.goodput import PAGE_STYLE, WAITING
+from spmd.run.progress import NoProgress, Progress
+from spmd.user_paths import as_path
+
+MOST = 100  # steps: a trace has every operation of every device
+FOLDER, PAGE = "profile", "profile.html"
+BEFORE, TRACING, DONE = "before", "tracing", "done"
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Which steps `fit` traces, and what for.
+
+    Args:
+      steps: such as "10:15": from the update after the 10th to the 15th, counted from the start of training; their losses are
+        `history["loss"][10:15]`. At most 100. The first two steps of a process compile and warm up.
+      folder: where the trace goes; None: `profile/` in the folder of `fit(checkpoint=...)`, or without one a new temporary folder.
+      target: for which devices the step is predicted, as `spmd.plan` takes it, such as "8xmine.toml" of `spmd calibrate`; None: the shipped
+        description of the devices that are here.
+      seconds: how long to wait for the profiler when it starts, and when it stops.
+
+    Raises:
+      OptionError: one of these is invalid.
+
+    Example:
+      >>> Profile("10:15").begin, Profile("10:15").end
+      (10, 15)
+    """
+
+    steps: str
+    folder: str | Path | None = None
+    target: Any = None
+    seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        numbers = re.fullmatch(r"(\d+):(\d+)", self.steps.strip()) if isinstance(self.steps, str) else None
+        if numbers is None:
+            raise OptionError(f"Profile: steps={short_repr(self.steps)}.", fix='two numbers of steps, such as "10:15".')
+        begin, end = int(numbers[1]), int(numbers[2])
+        if begin >= end:
+            other = f"{end}:{begin}" if begin > end else f"{begin}:{begin + 5}"
+            raise OptionError(f'Profile: steps="{self.steps}" has no step.', fix=f'the smaller number first, such as "{other}".')
+        if end - begin > MOST:
+            why = f'Profile: steps="{self.steps}" is {end - begin} steps, and at most {MOST} are traced: a trace has every operation.'
+            raise OptionError(why, fix=f'fewer, such as "{begin}:{begin + 5}".')
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds <= threading.TIMEOUT_MAX:
+            raise OptionError(f"Profile: seconds={short_repr(self.seconds)}.", fix="a number above 0, such as 60.")
+        if self.folder is not None:
+            as_path(self.folder, "Profile: folder")
+        object.__setattr__(self, "_range", (begin, end))
+
+    @property
+    def begin(self) -> int:
+        """How many updates were made before the first that is traced."""
+        return self._range[0]  # type: ignore[attr-defined]
+
+    @property
+    def end(self) -> int:
+        """How many were made after the last one."""
+        return self._range[1]  # type: ignore[attr-defined]
+
+    def __str__(self) -> str:
+        return f"step {self.end}" if self.end == self.begin + 1 else f"steps {self.begin + 1} to {self.end}"
+
+
+def as_profile(value: Any) -> Profile | None:
+    """The option `profile` of `fit`.
+
+    Raises:
+      OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`.
+    """
+    return value if value is None or isinstance(value, Profile) else Profile(value)
+
+
+class StepProfiler:
+    """Starts a trace before the first call that makes one of the steps, and stops it after the last one; a call of several steps is traced
+    in full. Each process traces its devices into a folder of its own; process 0 summarises the trace.
+
+    Args:
+      run_folder: of the run; None if it has none.
+      summarize: returns what `fit` gives as `result.profile`, from `trace`, the file; `first` and `last`, the steps; `calls`, how many
+        steps each call made; and `waited`, in seconds.
+
+    Attributes:
+      profile: what `summarize` has returned; None before, and if something failed.
+    """
+
+    def __init__(self, options: Profile, run_folder: Path | None, progress: NoProgress | Progress, summarize: Callable[..., Any]):
+        self._options, self._run_folder, self._progress, self._summarize = options, run_folder, progress, summarize
+        self._state, self._calls, self._first, self._waited = BEFORE, list[int](), 0, 0.0
+        self._began_at: int | None = None  # the run's first step here
+        self._given_up = threading.Event()
+        self._folder, self._earlier = Path(), dict[Path, int]()
+        self.profile: Any = None
+
+    @contextlib.contextmanager
+    def call(self, run: RunState, count: int) -> Iterator[None]:
+        """Around a call that dispatches `count` steps."""
+        options = self._options
+        self._began_at = run.step if self._began_at is None else self._began_at
+        if self._state == BEFORE and run.step < options.end and run.step + count > options.begin:
+            self._start(run)
+        yield
+        if self._state == TRACING:
+            self._calls.append(count)
+            if run.step >= options.end:
+                self._finish(run)
+
+    def end(self, run: RunState) -> None:
+        """After the run's last step: stop a trace that is not complete, or say that there is none."""
+        if self._state == TRACING:
+            self._warn(f"not all of {self._options}, because the run ended after step {run.step}")
+            self._finish(run)
+        elif self._state == BEFORE and jax.process_index() == 0:
+            passed = self._began_at is not None and self._began_at >= self._options.end
+            why = f"began at step {self._began_at}" if passed else f"ended after step {run.step}"
+            self._warn(f"no trace of {self._options}, because the run {why}")
+
+    def close(self) -> None:
+        """Stop without a summary, after an error."""
+        if self._state == TRACING:
+            self._state = DONE
+            self._bounded("stopped", jax.profiler.stop_trace)
+
+    def _start(self, run: RunState) -> None:
+        self._state, self._first = DONE, run.step + 1
+        self._folder = self._make_folder()
+        self._earlier = self._traces()
+        jax.block_until_ready(run.state)  # so that the trace has no earlier step
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level, options.host_tracer_level = 0, 1  # operations, and not each call of Python
+
+        def start() -> None:
+            jax.profiler.start_trace(self._folder, profiler_options=options)
+            if self._given_up.is_set():
+                jax.profiler.stop_trace()  # nothing else would
+
+        if self._bounded("started", start):
+            self._state, self._waited = TRACING, run.account.goodput[WAITING]
+
+    def _finish(self, run: RunState) -> None:
+        self._state = DONE
+        waited = run.account.goodput[WAITING] - self._waited
+        jax.block_until_ready(run.state)
+        if not self._bounded("stopped", jax.profiler.stop_trace) or jax.process_index() != 0:
+            return
+        with watchdog.current().local_work():
+            self._summarise(run, waited)
+
+    def _summarise(self, run: RunState, waited: float) -> None:
+        try:
+            traces = [path for path, written in self._traces().items() if self._earlier.get(path) != written]
+            if not traces:
+                raise ValueError("the profiler has written no file")
+            found = {"trace": traces[0], "first": self._first, "last": run.step, "calls": tuple(self._calls), "waited": waited}
+            self.profile = self._summarize(**found)
+            page = (self._folder if self._run_folder is None else self._run_folder) / PAGE
+            page.write_text(document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE), encoding="utf-8")
+        except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
+            self._warn(f"the trace in {self._folder} has no summary: {first_line(error)}. Training continues")
+            return
+        self._progress.say(str(self.profile))
+        if isinstance(self._progress, NoProgress):
+            logging.getLogger("spmd").warning("profile: %s", page)
+
+    def _make_folder(self) -> Path:
+        if self._options.folder is not None:
+            folder = Path(self._options.folder)
+        else:
+            folder = self._run_folder / FOLDER if self._run_folder is not None else Path(tempfile.mkdtemp(prefix="spmd-profile-"))
+        return folder / f"process-{jax.process_index()}" if jax.process_count() > 1 else folder
+
+    def _traces(self) -> dict[Path, int]:
+        """The traces in the folder, and when each was written; those that begin in the same second have one name."""
+        return {path: path.stat().st_mtime_ns for path in self._folder.glob("plugins/profile/*/*.xplane.pb")}
+
+    def _bounded(self, done: str, call: Callable[[], None]) -> bool:
+        """Call the profiler in a thread, and wait until it returns, but not forever; whether it did, without an error."""
+        errors, returned = list[BaseException](), threading.Event()
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                returned.set()
+
+        threading.Thread(target=run, name="spmd profiler", daemon=True).start()
+        with watchdog.current().local_work():
+            in_time = returned.wait(self._options.seconds)
+        if not in_time:
+            self._given_up.set()
+            errors.append(TimeoutError(f"it has not {done} within {self._options.seconds:g} seconds"))
+        if errors:
+            self._warn(f"the profiler is abandoned: {first_line(errors[0])}. Training continues")
+        return not errors
+
+    def _warn(self, why: str) -> None:
+        logging.getLogger("spmd").warning("profile: %s.", why)
