@@ -1,5 +1,6 @@
 """Metrics for the common shapes of batches."""
 
 from spmd.train.metrics import PerExample, accuracy, f1, mean_absolute_error, precision, recall, top_k
+from spmd.train.sum_metrics import FromSums, auc, perplexity
 
-__all__ = ["PerExample", "accuracy", "f1", "mean_absolute_error", "precision", "recall", "top_k"]
+__all__ = ["FromSums", "PerExample", "accuracy", "auc", "f1", "mean_absolute_error", "perplexity", "precision", "recall", "top_k"]

@@ -138,12 +138,11 @@ class Chunk:
         source, program = self.packed.study.eval_data, self.packed.program
         if source is None:
             return [{} for _ in self.trials]
-        names, total = program.eval_names, np.zeros(())
+        total = np.zeros(())
         for host in source.epoch(0):
             (index,), (weights,) = row_indices([host], source.batch_size if program.pad_eval else host.rows)
             total = total + self.packed.evaluate(self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights)
-        means = (total[:, 0] / total[:, 1]).tolist()
-        return [dict(zip(names, row, strict=True)) for row in means[: len(self.trials)]]
+        return [program.finish_evaluation(one) for one in total[: len(self.trials)]]
 
     def host_states(self, numbers: Collection[int]) -> dict[int, Any]:
         """The states of those of its trials that have these numbers, on the host of every process."""

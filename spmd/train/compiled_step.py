@@ -39,7 +39,7 @@ from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import nan_causes
 from spmd.train.metric_rows import MetricRows
-from spmd.train.metrics import pack
+from spmd.train.metrics import Columns, means, pack
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss, check_names
 from spmd.train.packing_check import check_update
@@ -50,6 +50,7 @@ from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_note
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
+from spmd.train.sum_metrics import FromSums
 from spmd.train.synchronous import Synchronous
 from spmd.train.weight_average import check_average
 from spmd.train.whole_batch import Comparison, parts_of
@@ -143,6 +144,22 @@ class Program:
         return (LOSS, *self._eval_outputs[1])
 
     @functools.cached_property
+    def eval_columns(self) -> tuple[str, ...]:
+        """The name that each column of `evaluate` belongs to: a metric from sums has several."""
+        found = self._eval_outputs[1]
+        widths = [found[name].values.shape[-1] if isinstance(found.get(name), Columns) else 1 for name in self.eval_names]
+        return tuple(name for name, width in zip(self.eval_names, widths, strict=True) for _ in range(width))
+
+    def finish_evaluation(self, total: np.ndarray) -> dict[str, float]:
+        """Loss and metrics by name, from sums and counts over all rows, float[2, eval_columns] on the host."""
+        columns, found = np.array(self.eval_columns), {}
+        for name in self.eval_names:
+            sums, counts = np.asarray(total, np.float64)[:, columns == name]
+            metric = self._eval_objective.metrics.get(name)
+            found[name] = metric.finish(sums) if isinstance(metric, FromSums) else float(means(sums, counts)[0])
+        return found
+
+    @functools.cached_property
     def _eval_outputs(self) -> tuple:
         return self._trace_eval(self.rows)[0]
 
@@ -152,7 +169,8 @@ class Program:
     @functools.cached_property
     def pad_eval(self) -> bool:
         """Whether padding can be left out of the loss and all metrics of an evaluation."""
-        return all(leaf.shape == (self.rows,) for leaf in jax.tree.leaves(self._eval_outputs))
+        leaves = jax.tree.leaves(self._eval_outputs, is_leaf=lambda leaf: isinstance(leaf, Columns))
+        return all(isinstance(leaf, Columns) or leaf.shape == (self.rows,) for leaf in leaves)
 
     def make_step(self, rows: int, split: bool) -> Step:
         """The step for a batch of `rows` rows; see `WorkerGradients.split`."""
@@ -219,7 +237,7 @@ class Program:
     @functools.cached_property
     def metric_rows(self) -> MetricRows:
         """Checks that metrics are means over rows."""
-        return MetricRows(self.placed, self._eval_objective, lambda: self.eval_names, self.rows, self._trace_eval, self.evaluate)
+        return MetricRows(self.placed, self._eval_objective, lambda: self.eval_columns, self.rows, self._trace_eval, self.evaluate)
 
     def _check_first_batch(self, state: State, batch: Tree, weights: jax.Array, rows: jax.Array | None = None) -> None:
         """Check the loss and the metrics on the first batch; `rows` as in `Comparison.once`."""
@@ -250,7 +268,7 @@ class Program:
 
     @LEAKS
     def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
-        """Sums and counts of loss and metrics, float32[2, eval_names], in evaluation mode."""
+        """Sums and counts of loss and metrics, float32[2, eval_columns], in evaluation mode."""
         return self._run(("evaluate",), state.variables, batch, weights)
 
     @LEAKS

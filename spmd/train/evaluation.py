@@ -13,7 +13,7 @@ import numpy as np
 from spmd.data.batches import Batch, Placer, batch_differences, batch_signature
 from spmd.errors import DataError, LossError, join_names, problems_text
 from spmd.train.compiled_step import Program
-from spmd.train.metrics import IN_FLIGHT, means
+from spmd.train.metrics import IN_FLIGHT
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
 from spmd.tree import Tree, flatten
@@ -53,19 +53,19 @@ class Totals:
     """Sums and counts over the batches of an evaluation, and the batch in which each metric stopped being finite.
 
     Example:
-      >>> totals = Totals(("loss",))
+      >>> totals = Totals(("loss",), lambda total: {"loss": float(total[0, 0] / total[1, 0])})
       >>> totals.add(np.array([[6.0], [4.0]]), 4)
       >>> totals.means()
       {'loss': 1.5}
     """
 
-    def __init__(self, names: tuple[str, ...]):
-        self._names, self._total = names, np.zeros((2, len(names)))
+    def __init__(self, columns: tuple[str, ...], finish: Callable[[np.ndarray], dict[str, float]]):
+        self._names, self._finish, self._total = columns, finish, np.zeros((2, len(columns)))
         self._batches, self._rows = 0, 0
         self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words
 
     def add(self, packed: jax.Array | np.ndarray, rows: int) -> None:
-        """One batch more: float[2, names] on the host or on devices, of `rows` rows."""
+        """One batch more: float[2, columns] on the host or on devices, of `rows` rows."""
         found = jax.device_get(packed)
         self._batches += 1
         for name, value in zip(self._names, found[0].tolist(), strict=True):
@@ -75,10 +75,12 @@ class Totals:
         self._total += found
 
     def means(self) -> dict[str, float]:
-        """Means over all rows; a warning names those that are not finite, and the first batch at fault."""
-        found = dict(zip(self._names, means(*self._total).tolist(), strict=True))
+        """Loss and metrics over all rows; a warning names those that are not finite, and the first batch at fault."""
+        found = self._finish(self._total)
         lines = [f'"{name}" is {found[name]}, first in {where}' for name, where in self._broken.items()]
-        lines += [f'"{name}" counted nothing' for name, count in zip(self._names, self._total[1], strict=True) if count == 0]
+        empty = dict.fromkeys(name for name, count in zip(self._names, self._total[1], strict=True) if count == 0)
+        empty |= dict.fromkeys(name for name, value in found.items() if math.isnan(value) and name not in self._broken)
+        lines += [f'"{name}" counted nothing' for name in empty]
         if lines:
             logging.getLogger("spmd").warning("the evaluation is not finite: %s.", "; ".join(lines))
         return found
@@ -88,7 +90,7 @@ def measured(
     program: Program, placer: Placer, state: State, batches: Iterable[Batch], stops: Callable[[int], bool]
 ) -> dict[str, float] | None:
     """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it."""
-    totals, stopped = Totals(program.eval_names), False
+    totals, stopped = Totals(program.eval_columns, program.finish_evaluation), False
     pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
     for number, batch in enumerate(batches, 1):
         if stopped := stops(number):

@@ -22,6 +22,7 @@ from spmd.train.objective import Objective
 from spmd.train.row_proof import mean_over_rows, walked
 from spmd.train.row_values import KEY, Fixed, PerRow
 from spmd.train.state import State
+from spmd.train.sum_metrics import FromSums
 from spmd.tree import Tree
 
 COARSE = (jnp.bfloat16, jnp.float16)
@@ -33,7 +34,7 @@ class MetricRows:
     """The metrics of an evaluation; each is looked at once, on the first batch that is given for it.
 
     Attributes:
-      names: of what `evaluate` gives, in its order; the loss is the first.
+      names: of the columns that `evaluate` gives, in their order; the loss is the first.
       trace: of a number of rows, shapes of (value, metrics) and the jaxpr of an evaluation.
     """
 
@@ -75,7 +76,11 @@ class MetricRows:
     def may_join(self, name: str) -> bool:
         """Whether nothing says what the metric is."""
         metric = self.objective.metrics.get(name, self.objective.loss)
-        shipped = name in self.objective.metrics and isinstance(metric, PerExample) and metric.function in SHIPPED
+        shipped = (
+            name in self.objective.metrics
+            and isinstance(metric, PerExample)
+            and (metric.function in SHIPPED or isinstance(metric, FromSums))
+        )
         return not shipped and not getattr(metric, "of_parts", False)
 
     def take_rows(self, batch: Tree, weights: Any, first: int, end: int) -> tuple[Tree, jax.Array]:

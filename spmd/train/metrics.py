@@ -19,7 +19,15 @@ INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "inpu
 TARGETS = ("y", "targets", "target", "labels", "label")
 IN_FLIGHT = 2  # programs dispatched whose metrics are not yet read; unbounded, XLA:CPU deadlocks on more than two devices
 
-Sums = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum over rows, number of rows), both float32 scalars
+Sums = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum over rows, number of rows), both float32 scalars, or [k] of `Columns`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Several numbers for each row, float32[rows, k], whose sums over all rows make one metric."""
+
+    values: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,10 +292,13 @@ def f1(positive: int = 1) -> PerExample:
 def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A metric's value as (sum, count) over the rows whose weight is 1.
 
-    Accepts a (sum, count) pair, a pair of both for each row, one value per row, or a scalar, taken as the mean over these rows. Rows of
-    weight 0 are left out with `where`, so that a NaN in padding cannot spread.
+    Accepts a (sum, count) pair, a pair of both for each row, one value per row, `Columns`, or a scalar, taken as the mean over these
+    rows. Rows of weight 0 are left out with `where`, so that a NaN in padding cannot spread.
     """
     count = weights.sum()
+    if isinstance(value, Columns):
+        sums = jnp.where(weights[:, None] > 0, value.values, 0).sum(axis=0)
+        return sums, jnp.broadcast_to(count, sums.shape)
     if isinstance(value, tuple | list) and len(value) == 2:
         pair = [jnp.asarray(number, jnp.float32) for number in value]
         if [number.shape for number in pair] == 2 * [weights.shape]:
@@ -307,8 +318,8 @@ def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def pack(sums: Sums, names: tuple[str, ...]) -> jax.Array:
-    """All pairs as one float32[2, names]: one array to reduce, one to fetch."""
-    return jnp.stack([jnp.stack([sums[name][row] for name in names]) for row in (0, 1)])
+    """All pairs as one float32[2, names]: one array to reduce, one to fetch. Of `Columns` there is one entry for each column."""
+    return jnp.stack([jnp.concatenate([jnp.atleast_1d(sums[name][row]) for name in names]) for row in (0, 1)])
 
 
 def add(left: Sums, right: Sums) -> Sums:

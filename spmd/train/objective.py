@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from spmd.errors import LossError, SpmdError, first_line, short_repr, type_name
 from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
 from spmd.train.metrics import PerExample, Sums, as_sum
+from spmd.train.sum_metrics import FromSums
 from spmd.tree import describe, flatten
 
 LOSS = "loss"
@@ -48,7 +49,7 @@ class Objective:
         shared = {
             name: m
             for name, m in self.metrics.items()
-            if isinstance(m, PerExample) and isinstance(loss, PerExample) and m.inputs == loss.inputs
+            if isinstance(m, PerExample) and not isinstance(m, FromSums) and isinstance(loss, PerExample) and m.inputs == loss.inputs
         }
         return dataclasses.replace(self, metrics=shared)
 
@@ -83,7 +84,7 @@ class Objective:
             with naming_in_trace(f'metric "{name}"', batch):
                 extra = {**extra, name: metric(pick(metric), batch)}
         for name, measured in extra.items():
-            numbers = measured if isinstance(measured, tuple | list) else (measured,)
+            numbers = measured if isinstance(measured, tuple | list) else (getattr(measured, "values", measured),)
             if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
                 raise LossError(
                     f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.\n'

@@ -1,0 +1,93 @@
+"""Metrics of an evaluation that are no means: functions of sums over all rows, and so exact over batches, workers and padding."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.errors import LossError
+from spmd.train.losses import cross_entropy
+from spmd.train.metrics import Columns, PerExample, same_shape
+from spmd.tree import describe
+
+BINS, WIDTH = 2048, 1 / 64  # of a logit, from -16 to 16
+
+
+def _no_finish(sums: np.ndarray) -> float:
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class FromSums(PerExample):
+    """A metric of an evaluation that is a function of sums over all rows; it is not measured in training.
+
+    `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows, ..., k]. `finish` gets their sums over
+    all rows and positions that count, float64[k], on the host, and gives the metric.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> squares = lambda outputs, targets: jnp.stack([(outputs - targets) ** 2, jnp.ones(outputs.shape)], axis=-1)
+      >>> rmse = FromSums(squares, "rmse", finish=lambda sums: float((sums[0] / sums[1]) ** 0.5))
+      >>> rmse.finish(np.array([8.0, 2.0]))
+      2.0
+    """
+
+    finish: Callable[[np.ndarray], float] = _no_finish
+
+    def __call__(self, model: Any, batch: Any) -> Columns:
+        """The k numbers of each row; calls the model."""
+        inputs, targets = self.split(batch)
+        counts = None if self.mask is None and self.ignore is None else self.counts(batch)
+        values = self.function(model(inputs), targets if counts is None else jnp.where(counts, targets, jnp.zeros_like(targets)))
+        if getattr(values, "ndim", 0) < 2:
+            raise LossError(f"{self.name}: {describe(values)}; wanted [rows, ..., k], k numbers for each row.")
+        values = values.astype(jnp.float32)
+        if counts is not None:
+            if values.shape[:-1] != counts.shape:
+                fix = "a function with k numbers for each target."
+                raise LossError(
+                    f"{self.name}: {describe(values)} for targets {describe(targets)}, so positions cannot be left out.", fix=fix
+                )
+            values = jnp.where(self.no_mask(batch)[..., None], jnp.nan, jnp.where(counts[..., None], values, 0.0))
+        return Columns(values.sum(axis=tuple(range(1, values.ndim - 1))))
+
+
+def _entropy_and_count(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    entropy = cross_entropy.function(outputs, targets)
+    return jnp.stack([entropy, jnp.ones(entropy.shape, entropy.dtype)], axis=-1)
+
+
+perplexity = FromSums(
+    _entropy_and_count, "spmd.metrics.perplexity", finish=lambda sums: float(np.exp(sums[0] / sums[1])) if sums[1] else math.nan
+)
+"""exp of the mean cross entropy over all positions that count, of logits [rows, ..., classes] and integer targets."""
+
+
+def _histogram(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    if outputs.ndim == targets.ndim + 1:
+        if outputs.shape[-1] != 2:
+            raise LossError(f"auc: the outputs are {describe(outputs)}.", fix="one logit for each target, or logits of two classes.")
+        outputs = outputs[..., 1].astype(jnp.float32) - outputs[..., 0].astype(jnp.float32)
+    same_shape("auc", outputs, targets)
+    place = jnp.clip(jnp.floor(outputs.astype(jnp.float32) / WIDTH) + BINS // 2, 0, BINS - 1)
+    cell = jnp.where(jnp.isnan(place), -1, place + BINS * (targets == 1)).astype(jnp.int32)
+    return jnp.where((cell < 0)[..., None], jnp.nan, jax.nn.one_hot(cell, 2 * BINS, dtype=jnp.float32))
+
+
+def _area(sums: np.ndarray) -> float:
+    negative, positive = sums.reshape(2, BINS)
+    pairs = positive.sum() * negative.sum()
+    below = np.cumsum(negative) - negative / 2
+    return float((positive * below).sum() / pairs) if pairs != 0 else math.nan
+
+
+auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area)
+"""The area under the ROC curve: how often a row of class 1 has a larger logit than one of class 0; equal ones count half.
+
+Outputs are one logit for each target, or logits of two classes; targets are 0 or 1. Logits are compared in steps of 1/64, from -16 to 16.
+NaN where all rows are of one class.
+"""

@@ -1,0 +1,139 @@
+"""Metrics from sums over all rows: equal on one device and on eight, over uneven batches, padding and masks."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd.errors import LossError
+from spmd.metrics import FromSums, auc, perplexity
+
+DRAW = np.random.default_rng(0)
+ROWS = DRAW.normal(size=(50, 4)).astype("float32")
+LABELS = (ROWS[:, 0] + DRAW.normal(size=50) > 0.5).astype("int32")
+LOGITS = spmd.FunctionalModel(lambda key: {"w": jnp.array([1.0, -0.3, 0.2, 0.5])}, lambda params, x: x @ params["w"])
+CLASSES = spmd.FunctionalModel(
+    lambda key: {"w": jnp.array([1.0, -0.3, 0.2, 0.5])}, lambda params, x: jnp.stack([-x @ params["w"] / 2, x @ params["w"] / 2], -1)
+)
+MESHES = [pytest.param("data=1", "data_parallel", id="one device"), pytest.param("data=8", "data_parallel", id="eight")]
+
+
+def binary(outputs, targets):
+    return optax.losses.sigmoid_binary_cross_entropy(outputs, targets.astype("float32"))
+
+
+def evaluated(model, data, metrics, *, loss=None, mesh="data=8", layout="data_parallel", batch_size=16):
+    loss = spmd.losses.cross_entropy if loss is None else loss
+    devices = jax.devices()[: math.prod(spmd.MeshSpec.parse(mesh).sizes.values())]
+    trainer = spmd.Trainer(
+        model, loss=loss, optimizer=optax.sgd(0.1), metrics=metrics, mesh=spmd.make_mesh(mesh, devices=devices), layout=layout
+    )
+    return trainer.evaluate(trainer.init(data), data, batch_size=batch_size)
+
+
+def area(logits, labels):
+    """Of all pairs of a row of class 1 and one of class 0, the share in which the first has the larger logit; equal ones count half."""
+    steps = np.floor(np.asarray(logits, "float32") * 64)
+    positive, negative = steps[labels == 1], steps[labels == 0]
+    return np.mean([(p > n) + (p == n) / 2 for p in positive for n in negative])
+
+
+@pytest.mark.parametrize(("mesh", "layout"), MESHES)
+@pytest.mark.parametrize("batch_size", [50, 16])
+@pytest.mark.parametrize("model", [LOGITS, CLASSES], ids=["one logit", "two classes"])
+def test_area_under_the_curve(model, batch_size, mesh, layout):
+    data = {"x": ROWS, "label": LABELS}
+    loss = spmd.losses.cross_entropy if model is CLASSES else spmd.metrics.PerExample(binary, "binary")
+    found = evaluated(model, data, {"auc": auc}, loss=loss, mesh=mesh, layout=layout, batch_size=batch_size)
+    assert found["auc"] == pytest.approx(area(ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
+    assert 0.6 < found["auc"] < 0.95
+
+
+TOKENS = DRAW.integers(0, 7, (19, 5)).astype("int32")
+TEXT = {"tokens": TOKENS, "targets": (TOKENS + 1) % 7, "mask": DRAW.integers(0, 2, (19, 5)).astype("int32")}
+BIGRAM = spmd.FunctionalModel(lambda key: {"w": jax.random.normal(key, (7, 7))}, lambda params, tokens: params["w"][tokens])
+
+
+@pytest.mark.parametrize(("mesh", "layout"), MESHES)
+@pytest.mark.parametrize("options", [{}, {"mask": "mask"}, {"ignore": 3}], ids=["all", "mask", "ignore"])
+def test_perplexity_is_exp_of_the_mean_loss(options, mesh, layout):
+    loss = spmd.losses.cross_entropy.on(**options) if options else spmd.losses.cross_entropy
+    metric = perplexity.on(**options) if options else perplexity
+    found = evaluated(
+        BIGRAM, TEXT, {"perplexity": metric, "accuracy": spmd.metrics.accuracy}, loss=loss, mesh=mesh, layout=layout, batch_size=8
+    )
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
+    means = [
+        evaluated(BIGRAM, {key: x[rows] for key, x in TEXT.items()}, {"p": metric}, loss=loss)["p"] for rows in (slice(0, 8), slice(8, 19))
+    ]
+    assert abs(np.mean(means) - found["perplexity"]) > 1e-4 * found["perplexity"]  # what a mean over batches would be
+
+
+def test_in_a_run_it_is_measured_in_evaluations_only():
+    data = {"x": ROWS, "label": LABELS}
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(0.1), "metrics": {"auc": auc, "accuracy": spmd.metrics.accuracy}}
+    result = spmd.fit(CLASSES, data, batch_size=16, epochs=2, eval_data=data, **options)
+    assert len(result.history["eval_auc"]) == 2 and 0 < result.history["eval_auc"][0] <= 1
+    assert "accuracy" in result.history and "auc" not in result.history
+
+
+@pytest.mark.system
+def test_a_sweep_has_it_for_each_trial():
+    data = {"x": ROWS[:48], "label": LABELS[:48]}
+    found = spmd.sweep(
+        lambda: CLASSES, data, space={"learning_rate": [0.1, 0.01]}, search="grid", loss=spmd.losses.cross_entropy, optimizer=optax.sgd,
+        batch_size=16, steps=3, eval_data=data, metrics={"auc": auc}, score="eval_auc", mode="max", progress=False,
+    )  # fmt: skip
+    for trial in found.trials:
+        alone = spmd.fit(
+            CLASSES, data, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(trial.values["learning_rate"]), batch_size=16, steps=3,
+            eval_data=data, metrics={"auc": auc}, seed=trial.trial.seed,
+        )  # fmt: skip
+        assert trial.metrics["eval_auc"] == pytest.approx(alone.history["eval_auc"][-1], abs=1e-12)
+
+
+def test_one_class_has_no_area(caplog):
+    found = evaluated(CLASSES, {"x": ROWS, "label": np.ones(50, "int32")}, {"auc": auc})
+    assert math.isnan(found["auc"]) and '"auc" counted nothing' in caplog.text
+
+
+def test_a_logit_that_is_not_finite_shows(caplog):
+    rows = ROWS.copy()
+    rows[20] = np.nan
+    found = evaluated(CLASSES, {"x": rows, "label": LABELS}, {"auc": auc})
+    assert math.isnan(found["auc"]) and '"auc" is nan, first in batch 2, rows 16 to 31' in caplog.text
+
+
+def test_a_metric_of_a_user():
+    data = {"x": ROWS, "label": LABELS}
+
+    def confusion(outputs, targets):
+        return jax.nn.one_hot(2 * targets + outputs.argmax(-1), 4)
+
+    mcc = FromSums(
+        confusion,
+        "mcc",
+        finish=lambda c: (c[3] * c[0] - c[1] * c[2]) / np.sqrt((c[3] + c[1]) * (c[3] + c[2]) * (c[0] + c[1]) * (c[0] + c[2])),
+    )
+    found = evaluated(CLASSES, data, {"mcc": mcc})["mcc"]
+    guesses = (ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32") > 0).astype(int)
+    assert found == pytest.approx(np.corrcoef(guesses, LABELS)[0, 1], rel=1e-6)
+
+
+BAD = {
+    "three classes": (lambda: evaluated(BIGRAM, {"tokens": TOKENS, "targets": TEXT["targets"]}, {"auc": auc}), "auc: the outputs are"),
+    "one number": (
+        lambda: evaluated(CLASSES, {"x": ROWS, "label": LABELS}, {"m": FromSums(lambda o, t: o[..., 0], "m", finish=sum)}),
+        r"wanted \[rows, \.\.\., k\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD.keys())
+def test_shapes_that_do_not_fit(call, message):
+    with pytest.raises(LossError, match=message):
+        call()
