@@ -1,0 +1,403 @@
+"""`[optimizer] matrices = "owner"`: each parameter's matrix is updated on one device, its owner, for any optax transformation.
+
+The update is traced. Its regions that need a matrix (`matrix_regions.py`) are grouped: those of equal programs become one `jax.vmap` over
+all their matrices, inside a `jax.shard_map` in which a device has as many of them as any other. All-to-alls bring the shards of a matrix to
+its owner, and back; all-gathers replace them where an array is replicated. The rest of the update stays on shards, and so does the state.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh
+
+from spmd.jaxpr import equations, inlined
+from spmd.layout.resolve import Placement, Resolved, spread
+from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
+from spmd.train.matrix_regions import DependentLayersError, Region, check_layers, find_regions, layer_dim, needs_matrix, variables
+from spmd.tree import Tree, abstract, flatten, path_of
+from spmd.wire import collectives
+from spmd.xla import shard_map
+
+ALL = 1 << 60  # equations: functions of jax.numpy are jits, and a matrix passes through many
+Way = tuple[str, ...]  # mesh axes along which matrices are sent to their owners at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Matrices that are updated by equal programs, as the notes of a run and plans show them.
+
+    Attributes:
+      shape: of one matrix.
+      matrices: how many there are, layers of stacks counted.
+      most: how many the devices with the most own.
+    """
+
+    shape: tuple[int, ...]
+    matrices: int
+    most: int
+
+
+def update_by_owners(
+    optimizer: optax.GradientTransformationExtraArgs, resolved: Resolved, mesh: Mesh | AbstractMesh, groups: list[Group] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, with the same state, whose `update` on global arrays computes with each matrix on one device.
+
+    Args:
+      groups: gets the groups of matrices when `update` is traced.
+    """
+    if mesh.size == 1:
+        return optimizer
+
+    def run(updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> tuple[Tree, Any]:
+        return optimizer.update(updates, state, params, **extra)
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        arguments = updates, state, params, extra
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
+        owners = _owners(arguments, resolved)
+        program = _Program(closed.jaxpr, _of_one_layer(optimizer, run, arguments, closed.jaxpr), owners, resolved, mesh, groups)
+        results = jaxpr_as_fun(closed.replace(jaxpr=program.rewritten()))(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def owner_notes(optimizer: optax.GradientTransformationExtraArgs, state: Any, resolved: Resolved, mesh: Mesh | AbstractMesh) -> list[str]:
+    """What a person should know of `matrices = "owner"` under this layout; `state` is abstract."""
+    if resolved.layout.optimizer.matrices != "owner" or mesh.size == 1:
+        return []
+    groups: list[Group] = []
+    grads, opt = abstract((state.params, state.opt))
+    update = update_by_owners(optimizer, resolved, mesh, groups).update
+    jax.eval_shape(lambda grads, opt: update(grads, opt, grads, value=jnp.float32(0)), grads, opt)
+    if not groups:
+        return ['note: [optimizer] matrices = "owner": the optimizer multiplies and factorizes no matrices, so none has an owner.']
+    shapes = ", ".join(f"{group.matrices} of {list(group.shape)} (at most {group.most} on a device)" for group in groups)
+    return [f"[optimizer] matrices: {sum(group.matrices for group in groups)} have owners: {shapes}."]
+
+
+def param_within(path: str, placements: Mapping[str, Any]) -> str | None:
+    """The parameter whose path is in the path of an optimizer's array; of several the longest.
+
+    >>> param_within("0/mu/blocks/0/kernel/left", {"kernel": 1, "blocks/0/kernel": 2})
+    'blocks/0/kernel'
+    """
+    parts = path.split("/")
+    inside = ("/".join(parts[start : start + size]) for size in range(len(parts), 0, -1) for start in range(len(parts) - size + 1))
+    return next((part for part in inside if part in placements), None)
+
+
+def _owners(arguments: tuple[Tree, ...], resolved: Resolved) -> list[str | None]:
+    """The parameter of every leaf of an update's arguments."""
+    updates, state, params, extra = arguments
+    of_state = [param_within(path_of(keys), resolved.placements) for keys, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return [*flatten(updates), *of_state, *flatten(params), *[None for _ in jax.tree.leaves(extra)]]
+
+
+def _of_one_layer(optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree, ...], jaxpr: Any) -> Any:
+    """The program of the same update if all stacks had one layer; None if there is none, or it does not compare."""
+    updates, state, params, extra = arguments
+    if not any(needs_matrix(equation) for equation in equations(jaxpr)):
+        return None
+
+    def shrunk(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *leaf.shape[1:]) if leaf.ndim > 2 else leaf.shape, leaf.dtype)
+
+    updates, params = jax.tree.map(shrunk, (updates, params))
+    try:
+        smaller = jax.eval_shape(optimizer.init, params)
+        if jax.tree.structure(smaller) != jax.tree.structure(state):
+            return None
+        return jax.make_jaxpr(run)(updates, smaller, params, extra).jaxpr
+    except Exception:  # an optimizer of one's own, which may refuse other shapes in any way
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A region with the program of one matrix.
+
+    Attributes:
+      program: a jaxpr.
+      layers: of the stack, if each is a matrix of its own, and else None.
+      stacked: for each input whether it has layers.
+      slots: mesh axes that shard the layers.
+      ways: how matrices are sent to owners, one after the other.
+      specs: how inputs and outputs are sharded.
+    """
+
+    region: Region
+    program: Any
+    layers: int | None
+    stacked: tuple[bool, ...]
+    slots: Way
+    ways: tuple[Way, ...]
+    specs: tuple[Spec, ...]
+
+    @property
+    def key(self) -> tuple:
+        """Equal for members of one group."""
+        shared = tuple(x for x in self.region.inputs if x in self.region.shared)
+        return str(self.program), self.layers is None, self.stacked, self.slots, self.ways, self.specs, shared
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A jaxpr whose regions are to be computed by owners.
+
+    Attributes:
+      of_one: the same one of stacks with one layer, or None.
+      owners: the parameter of each input.
+    """
+
+    jaxpr: Any
+    of_one: Any
+    owners: Sequence[str | None]
+    resolved: Resolved
+    mesh: Mesh | AbstractMesh
+    groups: list[Group] | None
+
+    def rewritten(self) -> Any:
+        """The jaxpr with one equation in place of the regions of a group."""
+        found, known = inlined(self.jaxpr, ALL)
+        outputs = [x if hasattr(x, "val") else known.get(x, x) for x in self.jaxpr.outvars]
+        of_one = inlined(self.of_one, ALL)[0] if self.of_one is not None else None
+        if of_one is not None and not _compares(found, of_one):
+            of_one = None
+        owners = {x: path for x, path in zip(self.jaxpr.invars, self.owners, strict=True) if path is not None}
+        groups: dict[tuple, list[_Member]] = {}
+        for region in find_regions(found, owners, outputs):
+            member = self._member(region, found, of_one)
+            groups.setdefault(member.key, []).append(member)
+        inside = {place for members in groups.values() for member in members for place in member.region.equations}
+        kept = [self._branches(place, found, of_one, owners) for place in range(len(found)) if place not in inside]
+        replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())], self.jaxpr)
+        return self.jaxpr.replace(eqns=replaced, outvars=outputs)
+
+    def _branches(self, place: int, found: Sequence[Any], of_one: Sequence[Any] | None, owners: Mapping[Any, str]) -> Any:
+        """An equation; the branches of a conditional, as `optax.MultiSteps` has, are rewritten."""
+        equation = found[place]
+        if equation.primitive.name != "cond" or not needs_matrix(equation):
+            return equation
+        other = [None] * 9 if of_one is None else [branch.jaxpr for branch in of_one[place].params["branches"]]
+        paths = [owners.get(x) if not hasattr(x, "val") else None for x in equation.invars[1:]]
+        branches = tuple(
+            branch.replace(jaxpr=dataclasses.replace(self, jaxpr=branch.jaxpr, of_one=one, owners=paths).rewritten())
+            for branch, one in zip(equation.params["branches"], other, strict=False)
+        )
+        return equation.replace(params={**equation.params, "branches": branches})
+
+    def _member(self, region: Region, found: Sequence[Any], of_one: Sequence[Any] | None) -> _Member:
+        placement = self.resolved.placements[region.path]
+        layers = placement.shape[0] if len(placement.shape) > 2 else None
+        program, atoms = region.program(found), (*region.inputs, *region.outputs)
+        stacked = (False,) * len(atoms)
+        if layers is not None and of_one is not None:
+            names = {
+                x: y
+                for place in region.equations
+                for x, y in zip(
+                    (*found[place].invars, *found[place].outvars), (*of_one[place].invars, *of_one[place].outvars), strict=True
+                )
+                if not hasattr(x, "val")
+            }
+            single = dataclasses.replace(
+                region, inputs=tuple(names[x] for x in region.inputs), outputs=tuple(names[x] for x in region.outputs)
+            )
+            try:
+                check_layers(program.eqns, single.program(of_one).eqns, layers)
+                dims = [layer_dim(x, names[x], layers) for x in atoms]
+                if not {*dims} <= {0, None} or None in dims[len(region.inputs) :]:
+                    raise DependentLayersError
+                stacked, program = tuple(dim == 0 for dim in dims), single.program(of_one)
+                region = dataclasses.replace(region, shared=region.shared - {x for x, dim in zip(atoms, dims, strict=True) if dim == 0})
+            except DependentLayersError:
+                pass
+        layers = layers if any(stacked) else None
+        slots = _slots(placement) if layers is not None else ()
+        ways = _ways(placement, slots, self.mesh)
+        specs = tuple(border_spec(x.aval.shape, placement, self.mesh, stacked=on) for x, on in zip(atoms, stacked, strict=True))
+        return _Member(region, program, layers, stacked, slots, ways, specs)
+
+    def _equation(self, members: list[_Member]) -> Any:
+        """One equation in place of regions."""
+        first = members[0]
+        own = [number for number, x in enumerate(first.region.inputs) if x not in first.region.shared]
+        shared = [x for x in first.region.inputs if x in first.region.shared]
+        arrays = [[member.region.inputs[number] for member in members] for number in own]
+        if self.groups is not None:
+            self.groups.append(_group(members, self.mesh))
+
+        def run(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
+            specs = [[pspec(first.specs[number])] * len(members) for number in own], [pspec(())] * len(shared)
+            after = [[pspec(spec)] * len(members) for spec in first.specs[len(first.region.inputs) :]]
+            local = _local_update(first, own, self.mesh)
+            with jax.named_scope("matrix_owners"):
+                return shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=after, axis_names=self.mesh.axis_names)(arrays, shared)
+
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type), (arrays, shared))
+        [equation] = jax.make_jaxpr(jax.jit(run))(*shapes).eqns
+        outputs = [member.region.outputs[number] for number in range(len(first.region.outputs)) for member in members]
+        return equation.replace(invars=[*jax.tree.leaves(arrays), *shared], outvars=outputs)
+
+
+def _compares(found: Sequence[Any], of_one: Sequence[Any]) -> bool:
+    """Whether two programs have the same equations on the same variables, but for shapes."""
+    numbers: tuple[dict, dict] = {}, {}
+    if len(found) != len(of_one):
+        return False
+    for pair in zip(found, of_one, strict=True):
+        wired = [
+            [number.setdefault(x, len(number)) if not hasattr(x, "val") else None for x in (*equation.invars, *equation.outvars)]
+            for number, equation in zip(numbers, pair, strict=True)
+        ]
+        if pair[0].primitive is not pair[1].primitive or wired[0] != wired[1]:
+            return False
+    return True
+
+
+def _in_order(found: list[Any], jaxpr: Any) -> list[Any]:
+    """Equations in an order in which each follows those that it uses."""
+    made, ordered = {*jaxpr.invars, *jaxpr.constvars}, []
+    while found:
+        waiting = []
+        for equation in found:
+            if made.issuperset(variables(equation.invars)):
+                ordered.append(equation)
+                made.update(equation.outvars)
+            else:
+                waiting.append(equation)
+        assert len(waiting) < len(found), "regions use each other"
+        found = waiting
+    return ordered
+
+
+def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
+    first = members[0]
+    matrices = sum(member.layers or 1 for member in members)
+    shape = first.program.outvars[0].aval.shape
+    held = matrices // _size(first.slots, mesh)
+    places = math.prod(_size(way, mesh) for way in first.ways)
+    return Group(shape[1:] if first.layers is not None else shape, matrices, -(-held // places))
+
+
+# where a matrix goes ----------------------------------------------------------------------------------------------------
+
+
+def _slots(placement: Placement) -> Way:
+    """The mesh axes that shard the layers of a stack."""
+    return entry_axes(placement.state_spec[0]) if placement.state_spec else ()
+
+
+def _ways(placement: Placement, slots: Way, mesh: Mesh | AbstractMesh) -> tuple[Way, ...]:
+    """The mesh axes along which the parameter's matrices are sent to owners: those that shard a dim together, then all others."""
+    sharded = [entry_axes(entry) for entry in placement.state_spec if entry_axes(entry) != slots]
+    used = {*slots, *spec_axes(placement.state_spec)}
+    ways = (*sharded, *((axis,) for axis in mesh.axis_names if axis not in used))
+    return tuple(way for way in ways if _size(way, mesh) > 1)
+
+
+def _size(way: Way, mesh: Mesh | AbstractMesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in way)
+
+
+def border_spec(shape: tuple[int, ...], placement: Placement, mesh: Mesh | AbstractMesh, *, stacked: bool | None = None) -> Spec:
+    """How an array that belongs to a parameter is sharded outside of regions: as the parameter's moments, or over as many devices as the
+    sizes of its dims allow, if it has at least two.
+
+    `stacked`: whether dim 0 are the layers of a stack; None if its size has to show it.
+    """
+    if shape == placement.shape:
+        return (*placement.state_spec, *[None] * (len(shape) - len(placement.state_spec)))
+    if stacked is None:
+        stacked = len(placement.shape) > 2 and len(shape) > 2 and shape[0] == placement.shape[0]
+    slots = _slots(placement) if stacked else ()
+    ways = {make_entry(way): _size(way, mesh) for way in _ways(placement, slots, mesh)}
+    inner = shape[stacked:]
+    spec = spread(inner, ways) if len(inner) > 1 else (None,) * len(inner)
+    return (make_entry(slots), *spec) if stacked else spec
+
+
+def _local_update(member: _Member, own: list[int], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """Of one device: its shards of a group's arrays to matrices that it owns, their update, and back to shards."""
+    count = len(member.region.inputs)
+    batched = member.layers is not None
+    held = member.layers // _size(member.slots, mesh) if member.layers is not None else 1
+    inputs = member.region.inputs
+    dims = [None if x in member.region.shared else 0 for x in inputs]
+    update = jax.vmap(jaxpr_as_fun(jax.extend.core.ClosedJaxpr(member.program, ())), in_axes=dims)
+
+    def matrices_of(shard: jax.Array, number: int) -> jax.Array:
+        """[layers, ...] of what one program takes, of a shard."""
+        if member.stacked[number]:
+            return shard[:, None]
+        return jnp.broadcast_to(shard, (held, *shard.shape)) if batched else shard[None]
+
+    def local(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
+        owned = []
+        for number, shards in zip(own, arrays, strict=True):
+            joined = jnp.concatenate([matrices_of(shard, number) for shard in shards])
+            owned.append(_to_owners(joined, _inner_spec(member, number), member.ways))
+        taken, others = iter(owned), iter(shared)
+        updated = update(*[next(others) if x in member.region.shared else next(taken) for x in inputs])
+        results = []
+        for number, matrices in enumerate(updated, count):
+            shards = _from_owners(matrices, _inner_spec(member, number), member.ways)
+            each = [shards[start : start + held] for start in range(0, len(arrays[0]) * held, held)]
+            results.append([shard[:, 0] if batched else shard[0] for shard in each])
+        return results
+
+    return local
+
+
+def _inner_spec(member: _Member, number: int) -> Spec:
+    """How one matrix of an input or output is sharded, as the program of one matrix has it."""
+    spec = member.specs[number]
+    return (None, *spec[1:]) if member.stacked[number] else spec
+
+
+def _steps(spec: Spec, ways: tuple[Way, ...]) -> Iterator[tuple[Way, int | None]]:
+    """Each way, with the dim of [matrices, ...] that it shards, or None."""
+    dims = {entry_axes(entry): dim for dim, entry in enumerate(spec, 1) if entry is not None}
+    return ((way, dims.get(way)) for way in ways)
+
+
+def _to_owners(shards: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
+    """The matrices that this device owns, of its shards of all, [matrices, ...].
+
+    If there are fewer than devices, some are there twice: zeros might never converge.
+    """
+    places = math.prod(collectives.worker_count(way) for way in ways)
+    missing = -shards.shape[0] % places
+    if missing:
+        shards = jnp.concatenate([shards, *[shards] * (missing // shards.shape[0]), shards[: missing % shards.shape[0]]])
+    for way, dim in _steps(spec, ways):
+        size = collectives.worker_count(way)
+        if dim is None:
+            each = shards.shape[0] // size
+            shards = lax.dynamic_slice_in_dim(shards, collectives.worker_index(way) * each, each)
+            continue
+        rows = shards.reshape(size, -1, *shards.shape[1:])
+        rows = jnp.moveaxis(collectives.all_to_all(rows, way), 0, dim)
+        shards = rows.reshape(*rows.shape[:dim], size * rows.shape[dim + 1], *rows.shape[dim + 2 :])
+    return shards
+
+
+def _from_owners(matrices: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
+    """The inverse of `_to_owners`."""
+    for way, dim in reversed(list(_steps(spec, ways))):
+        size = collectives.worker_count(way)
+        if dim is None:
+            matrices = collectives.all_gather(matrices, way, 0)
+            continue
+        parts = matrices.reshape(*matrices.shape[:dim], size, -1, *matrices.shape[dim + 1 :])
+        rows = collectives.all_to_all(jnp.moveaxis(parts, dim, 0), way)
+        matrices = rows.reshape(-1, *rows.shape[2:])
+    return matrices
