@@ -60,7 +60,7 @@ def update_by_owners(
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         arguments = updates, state, params, extra
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
+        closed, shapes = _traced(run, arguments)
         owners = _owners(arguments, resolved)
         program = _Program(closed.jaxpr, _of_one_layer(optimizer, run, arguments, closed.jaxpr), owners, resolved, mesh, groups)
         results = jaxpr_as_fun(closed.replace(jaxpr=program.rewritten()))(*jax.tree.leaves(arguments))
@@ -101,6 +101,13 @@ def _owners(arguments: tuple[Tree, ...], resolved: Resolved) -> list[str | None]
     return [*flatten(updates), *of_state, *flatten(params), *[None for _ in jax.tree.leaves(extra)]]
 
 
+def _traced(run: Callable[..., Any], arguments: tuple[Tree, ...]) -> tuple[Any, Any]:
+    """A function's program, which can be run inside and outside of `jax.shard_map`, since its equations know no mesh; and its results."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type), arguments)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(run, return_shape=True)(*shapes)
+
+
 def _of_one_layer(optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree, ...], jaxpr: Any) -> Any:
     """The program of the same update if all stacks had one layer; None if there is none, or it does not compare."""
     updates, state, params, extra = arguments
@@ -115,7 +122,7 @@ def _of_one_layer(optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree
         smaller = jax.eval_shape(optimizer.init, params)
         if jax.tree.structure(smaller) != jax.tree.structure(state):
             return None
-        return jax.make_jaxpr(run)(updates, smaller, params, extra).jaxpr
+        return _traced(run, (updates, smaller, params, extra))[0].jaxpr
     except Exception:  # an optimizer of one's own, which may refuse other shapes in any way
         return None
 
@@ -197,7 +204,7 @@ class _Program:
     def _member(self, region: Region, found: Sequence[Any], of_one: Sequence[Any] | None) -> _Member:
         placement = self.resolved.placements[region.path]
         layers = placement.shape[0] if len(placement.shape) > 2 else None
-        program, atoms = region.program(found), (*region.inputs, *region.outputs)
+        program, atoms = region.program(found, self.jaxpr), (*region.inputs, *region.outputs)
         stacked = (False,) * len(atoms)
         if layers is not None and of_one is not None:
             names = {
@@ -212,11 +219,11 @@ class _Program:
                 region, inputs=tuple(names[x] for x in region.inputs), outputs=tuple(names[x] for x in region.outputs)
             )
             try:
-                check_layers(program.eqns, single.program(of_one).eqns, layers)
+                check_layers(program.eqns, single.program(of_one, self.of_one).eqns, layers)
                 dims = [layer_dim(x, names[x], layers) for x in atoms]
                 if not {*dims} <= {0, None} or None in dims[len(region.inputs) :]:
                     raise DependentLayersError
-                stacked, program = tuple(dim == 0 for dim in dims), single.program(of_one)
+                stacked, program = tuple(dim == 0 for dim in dims), single.program(of_one, self.of_one)
                 region = dataclasses.replace(region, shared=region.shared - {x for x, dim in zip(atoms, dims, strict=True) if dim == 0})
             except DependentLayersError:
                 pass

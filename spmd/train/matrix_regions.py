@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr
-
 from spmd.jaxpr import equations, inner_jaxprs
 
 ELEMENTWISE = frozenset(
@@ -41,9 +39,10 @@ class Region:
     outputs: tuple[Any, ...]
     shared: frozenset[Any]
 
-    def program(self, found: Sequence[Any]) -> Jaxpr:
-        """The region as a jaxpr; `found` are the equations of the program."""
-        return Jaxpr((), self.inputs, self.outputs, [found[place] for place in self.equations])
+    def program(self, found: Sequence[Any], around: Any) -> Any:
+        """The region as a jaxpr; `found` are the equations of the jaxpr `around`."""
+        named = {"eqns": [found[place] for place in self.equations], "debug_info": around.debug_info.with_unknown_names()}
+        return around.replace(constvars=[], invars=list(self.inputs), outvars=list(self.outputs), **named)
 
 
 def needs_matrix(equation: Any) -> bool:
