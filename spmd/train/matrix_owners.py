@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd.jaxpr import equations, inlined
 from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
-from spmd.train.matrix_regions import DependentLayersError, Region, check_layers, find_regions, layer_dim, needs_matrix, variables
+from spmd.train.matrix_regions import DependentLayersError, Region, find_regions, layer_dim, needs_matrix, of_one_layer, variables
 from spmd.tree import Tree, abstract, flatten, path_of
 from spmd.wire import collectives
 from spmd.xla import shard_map
@@ -62,7 +62,7 @@ def update_by_owners(
         arguments = updates, state, params, extra
         closed, shapes = _traced(run, arguments)
         owners = _owners(arguments, resolved)
-        program = _Program(closed.jaxpr, _of_one_layer(optimizer, run, arguments, closed.jaxpr), owners, resolved, mesh, groups)
+        program = _Program(closed.jaxpr, _of_more_layers(optimizer, run, arguments, closed.jaxpr), owners, resolved, mesh, groups)
         results = jaxpr_as_fun(closed.replace(jaxpr=program.rewritten()))(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -103,26 +103,30 @@ def _owners(arguments: tuple[Tree, ...], resolved: Resolved) -> list[str | None]
 
 def _traced(run: Callable[..., Any], arguments: tuple[Tree, ...]) -> tuple[Any, Any]:
     """A function's program, which can be run inside and outside of `jax.shard_map`, since its equations know no mesh; and its results."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type), arguments)
+    shapes = jax.tree.map(lambda x: _shaped(x, jnp.shape(x)), arguments)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return jax.make_jaxpr(run, return_shape=True)(*shapes)
 
 
-def _of_one_layer(optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree, ...], jaxpr: Any) -> Any:
-    """The program of the same update if all stacks had one layer; None if there is none, or it does not compare."""
+def _shaped(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """An abstract array like another one, in another shape."""
+    kind = like if hasattr(like, "weak_type") else jax.typeof(like)
+    return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def _of_more_layers(optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree, ...], jaxpr: Any) -> Any:
+    """The program of the same update if all stacks had one layer more; None without matrices, or if it cannot be traced."""
     updates, state, params, extra = arguments
     if not any(needs_matrix(equation) for equation in equations(jaxpr)):
         return None
 
-    def shrunk(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, *leaf.shape[1:]) if leaf.ndim > 2 else leaf.shape, leaf.dtype)
+    def longer(leaf: Any) -> jax.ShapeDtypeStruct:
+        return _shaped(leaf, (leaf.shape[0] + 1, *leaf.shape[1:]) if leaf.ndim > 2 else leaf.shape)
 
-    updates, params = jax.tree.map(shrunk, (updates, params))
+    updates, params = jax.tree.map(longer, (updates, params))
     try:
-        smaller = jax.eval_shape(optimizer.init, params)
-        if jax.tree.structure(smaller) != jax.tree.structure(state):
-            return None
-        return _traced(run, (updates, smaller, params, extra))[0].jaxpr
+        state = jax.tree.map(lambda leaf, other: _shaped(leaf, other.shape), state, jax.eval_shape(optimizer.init, params))
+        return _traced(run, (updates, state, params, extra))[0].jaxpr
     except Exception:  # an optimizer of one's own, which may refuse other shapes in any way
         return None
 
@@ -133,6 +137,7 @@ class _Member:
 
     Attributes:
       program: a jaxpr.
+      shape: of the matrix.
       layers: of the stack, if each is a matrix of its own, and else None.
       stacked: for each input whether it has layers.
       slots: mesh axes that shard the layers.
@@ -142,6 +147,7 @@ class _Member:
 
     region: Region
     program: Any
+    shape: tuple[int, ...]
     layers: int | None
     stacked: tuple[bool, ...]
     slots: Way
@@ -160,12 +166,12 @@ class _Program:
     """A jaxpr whose regions are to be computed by owners.
 
     Attributes:
-      of_one: the same one of stacks with one layer, or None.
+      of_more: the same one of stacks with one layer more, or None.
       owners: the parameter of each input.
     """
 
     jaxpr: Any
-    of_one: Any
+    of_more: Any
     owners: Sequence[str | None]
     resolved: Resolved
     mesh: Mesh | AbstractMesh
@@ -175,63 +181,55 @@ class _Program:
         """The jaxpr with one equation in place of the regions of a group."""
         found, known = inlined(self.jaxpr, ALL)
         outputs = [x if hasattr(x, "val") else known.get(x, x) for x in self.jaxpr.outvars]
-        of_one = inlined(self.of_one, ALL)[0] if self.of_one is not None else None
-        if of_one is not None and not _compares(found, of_one):
-            of_one = None
+        of_more = inlined(self.of_more, ALL)[0] if self.of_more is not None else None
+        if of_more is not None and not _compares(found, of_more):
+            of_more = None
         owners = {x: path for x, path in zip(self.jaxpr.invars, self.owners, strict=True) if path is not None}
         groups: dict[tuple, list[_Member]] = {}
         for region in find_regions(found, owners, outputs):
-            member = self._member(region, found, of_one)
+            member = self._member(region, found, of_more)
             groups.setdefault(member.key, []).append(member)
         inside = {place for members in groups.values() for member in members for place in member.region.equations}
-        kept = [self._branches(place, found, of_one, owners) for place in range(len(found)) if place not in inside]
+        kept = [self._branches(place, found, of_more, owners) for place in range(len(found)) if place not in inside]
         replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())], self.jaxpr)
         return self.jaxpr.replace(eqns=replaced, outvars=outputs)
 
-    def _branches(self, place: int, found: Sequence[Any], of_one: Sequence[Any] | None, owners: Mapping[Any, str]) -> Any:
+    def _branches(self, place: int, found: Sequence[Any], of_more: Sequence[Any] | None, owners: Mapping[Any, str]) -> Any:
         """An equation; the branches of a conditional, as `optax.MultiSteps` has, are rewritten."""
         equation = found[place]
         if equation.primitive.name != "cond" or not needs_matrix(equation):
             return equation
-        other = [None] * 9 if of_one is None else [branch.jaxpr for branch in of_one[place].params["branches"]]
+        other = [None] * 9 if of_more is None else [branch.jaxpr for branch in of_more[place].params["branches"]]
         paths = [owners.get(x) if not hasattr(x, "val") else None for x in equation.invars[1:]]
         branches = tuple(
-            branch.replace(jaxpr=dataclasses.replace(self, jaxpr=branch.jaxpr, of_one=one, owners=paths).rewritten())
+            branch.replace(jaxpr=dataclasses.replace(self, jaxpr=branch.jaxpr, of_more=one, owners=paths).rewritten())
             for branch, one in zip(equation.params["branches"], other, strict=False)
         )
         return equation.replace(params={**equation.params, "branches": branches})
 
-    def _member(self, region: Region, found: Sequence[Any], of_one: Sequence[Any] | None) -> _Member:
+    def _member(self, region: Region, found: Sequence[Any], of_more: Sequence[Any] | None) -> _Member:
         placement = self.resolved.placements[region.path]
         layers = placement.shape[0] if len(placement.shape) > 2 else None
         program, atoms = region.program(found, self.jaxpr), (*region.inputs, *region.outputs)
         stacked = (False,) * len(atoms)
-        if layers is not None and of_one is not None:
-            names = {
-                x: y
-                for place in region.equations
-                for x, y in zip(
-                    (*found[place].invars, *found[place].outvars), (*of_one[place].invars, *of_one[place].outvars), strict=True
-                )
-                if not hasattr(x, "val")
-            }
-            single = dataclasses.replace(
-                region, inputs=tuple(names[x] for x in region.inputs), outputs=tuple(names[x] for x in region.outputs)
-            )
+        if layers is not None and of_more is not None:
+            pairs = [pair for place in region.places for pair in _paired(found[place], of_more[place])]
+            names = {x: y for x, y in pairs if not hasattr(x, "val")}
+            named = {kind: tuple(names[x] for x in getattr(region, kind)) for kind in ("inputs", "outputs")}
+            other = dataclasses.replace(region, **named).program(of_more, self.jaxpr)
             try:
-                check_layers(program.eqns, single.program(of_one, self.of_one).eqns, layers)
                 dims = [layer_dim(x, names[x], layers) for x in atoms]
-                if not {*dims} <= {0, None} or None in dims[len(region.inputs) :]:
-                    raise DependentLayersError
-                stacked, program = tuple(dim == 0 for dim in dims), single.program(of_one, self.of_one)
-                region = dataclasses.replace(region, shared=region.shared - {x for x, dim in zip(atoms, dims, strict=True) if dim == 0})
+                if {*dims[: len(region.inputs)]} <= {0, None} and {*dims[len(region.inputs) :]} == {0}:
+                    program, stacked = of_one_layer(program, other, layers), tuple(dim == 0 for dim in dims)
+                    region = dataclasses.replace(region, shared=region.shared - {x for x, dim in zip(atoms, dims, strict=True) if dim == 0})
             except DependentLayersError:
                 pass
         layers = layers if any(stacked) else None
         slots = _slots(placement) if layers is not None else ()
         ways = _ways(placement, slots, self.mesh)
         specs = tuple(border_spec(x.aval.shape, placement, self.mesh, stacked=on) for x, on in zip(atoms, stacked, strict=True))
-        return _Member(region, program, layers, stacked, slots, ways, specs)
+        shape = placement.shape if layers is None else placement.shape[1:]
+        return _Member(region, program, shape, layers, stacked, slots, ways, specs)
 
     def _equation(self, members: list[_Member]) -> Any:
         """One equation in place of regions."""
@@ -249,18 +247,22 @@ class _Program:
             with jax.named_scope("matrix_owners"):
                 return shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=after, axis_names=self.mesh.axis_names)(arrays, shared)
 
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type), (arrays, shared))
+        shapes = jax.tree.map(lambda x: _shaped(x.aval, x.aval.shape), (arrays, shared))
         [equation] = jax.make_jaxpr(jax.jit(run))(*shapes).eqns
         outputs = [member.region.outputs[number] for number in range(len(first.region.outputs)) for member in members]
         return equation.replace(invars=[*jax.tree.leaves(arrays), *shared], outvars=outputs)
 
 
-def _compares(found: Sequence[Any], of_one: Sequence[Any]) -> bool:
+def _paired(equation: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    return zip((*equation.invars, *equation.outvars), (*other.invars, *other.outvars), strict=True)
+
+
+def _compares(found: Sequence[Any], of_more: Sequence[Any]) -> bool:
     """Whether two programs have the same equations on the same variables, but for shapes."""
     numbers: tuple[dict, dict] = {}, {}
-    if len(found) != len(of_one):
+    if len(found) != len(of_more):
         return False
-    for pair in zip(found, of_one, strict=True):
+    for pair in zip(found, of_more, strict=True):
         wired = [
             [number.setdefault(x, len(number)) if not hasattr(x, "val") else None for x in (*equation.invars, *equation.outvars)]
             for number, equation in zip(numbers, pair, strict=True)
@@ -289,10 +291,9 @@ def _in_order(found: list[Any], jaxpr: Any) -> list[Any]:
 def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
     matrices = sum(member.layers or 1 for member in members)
-    shape = first.program.outvars[0].aval.shape
     held = matrices // _size(first.slots, mesh)
     places = math.prod(_size(way, mesh) for way in first.ways)
-    return Group(shape[1:] if first.layers is not None else shape, matrices, -(-held // places))
+    return Group(first.shape, matrices, -(-held // places))
 
 
 # where a matrix goes ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+from jax.extend.core import Var
+
 from spmd.jaxpr import equations, inner_jaxprs
 
 ELEMENTWISE = frozenset(
@@ -29,20 +32,29 @@ class Region:
     Attributes:
       path: the parameter.
       equations: their places in the program, in order.
+      copied: those of equations that it computes as well, because their results need not be sent then: constants, and element-wise
+        functions of other inputs.
       inputs, outputs: variables that it takes from other equations, and that others take from it.
       shared: those of the inputs that are no arrays of the parameter, such as counters.
     """
 
     path: str
     equations: tuple[int, ...]
+    copied: tuple[int, ...]
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     shared: frozenset[Any]
 
+    @property
+    def places(self) -> list[int]:
+        """Those of all its equations."""
+        return sorted({*self.equations, *self.copied})
+
     def program(self, found: Sequence[Any], around: Any) -> Any:
         """The region as a jaxpr; `found` are the equations of the jaxpr `around`."""
-        named = {"eqns": [found[place] for place in self.equations], "debug_info": around.debug_info.with_unknown_names()}
-        return around.replace(constvars=[], invars=list(self.inputs), outvars=list(self.outputs), **named)
+        inside = [found[place] for place in self.places]
+        unnamed = around.debug_info.with_unknown_names()
+        return around.replace(constvars=[], invars=list(self.inputs), outvars=list(self.outputs), eqns=inside, debug_info=unnamed)
 
 
 def needs_matrix(equation: Any) -> bool:
@@ -84,22 +96,63 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
     for place, equation in enumerate(found):
         for x in variables(equation.invars):
             needed_in.setdefault(x, set()).add(place)
-    return [region for (path, _), places in parts.items() if (region := _region(found, path, places, owner, needed_in))]
+    made_at = {x: place for place, equation in enumerate(found) for x in equation.outvars}
+    constant: set[Any] = set()
+    for equation in found:
+        if not equation.effects and constant.issuperset(variables(equation.invars)):
+            constant.update(equation.outvars)
+    known = _Known(found, owner, constant, made_at, needed_in)
+    return [region for (path, _), places in parts.items() if (region := _region(known, path, places))]
 
 
-def _region(found: Sequence[Any], path: str, places: list[int], owner: Mapping[Any, str], needed_in: Mapping[Any, set[int]]) -> Region | None:
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """A program: its equations, the parameter of each variable that has one, constants, and who makes and uses a variable."""
+
+    found: Sequence[Any]
+    owner: Mapping[Any, str]
+    constant: set[Any]
+    made_at: Mapping[Any, int]
+    needed_in: Mapping[Any, set[int]]
+
+
+def _region(known: _Known, path: str, places: list[int]) -> Region | None:
     """The region among these equations of one parameter: what needs the matrix, what is between, and what only moves or sums elements on
     the way there, so that arrays pass its borders in the parameter's own shape."""
+    found = known.found
     seeds = {place for place in places if needs_matrix(found[place])}
     if not seeds:
         return None
     near = _reached(found, places, seeds) | _reaching(found, places, seeds)
     ends = seeds | {place for place in near if not _is_elementwise(found[place])}
     inside = sorted(_reached(found, places, ends) & _reaching(found, places, ends))
-    made = {x for place in inside for x in found[place].outvars}
-    inputs = dict.fromkeys(x for place in inside for x in variables(found[place].invars) if x not in made)
-    outputs = [x for place in inside for x in found[place].outvars if needed_in.get(x, set()) - set(inside)]
-    return Region(path, tuple(inside), tuple(inputs), tuple(outputs), frozenset(x for x in inputs if x not in owner))
+    inputs, copied = _inputs(known, path, inside)
+    outputs = [x for place in inside for x in found[place].outvars if known.needed_in.get(x, set()) - set(inside)]
+    shared = frozenset(x for x in inputs if x not in known.owner)
+    return Region(path, tuple(inside), copied, inputs, tuple(outputs), shared)
+
+
+def _inputs(known: _Known, path: str, inside: list[int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """What these equations take from others, and which others are copied: until no further one makes inputs fewer."""
+    copied: set[int] = set()
+    while True:
+        places = sorted({*inside, *copied})
+        made = {x for place in places for x in known.found[place].outvars}
+        inputs = dict.fromkeys(x for place in places for x in variables(known.found[place].invars) if x not in made)
+        arrays = {x for x in inputs if x.aval.ndim}
+        more = set()
+        for x in inputs:
+            place = known.made_at.get(x)
+            if place is None:
+                continue
+            equation = known.found[place]
+            taken = {y for y in variables(equation.invars) if y.aval.ndim}
+            of_others = known.owner.get(x) == path and taken and taken <= arrays - {x} and _is_elementwise(equation)
+            if x in known.constant or of_others:
+                more.add(place)
+        if not more:
+            return tuple(inputs), tuple(sorted(copied))
+        copied |= more
 
 
 def _is_elementwise(equation: Any) -> bool:
@@ -127,47 +180,89 @@ def _reaching(found: Sequence[Any], places: Sequence[int], end: set[int]) -> set
     return reaching
 
 
-def check_layers(found: Sequence[Any], of_one: Sequence[Any], layers: int) -> None:
-    """Check that equations on a stack of layers do to each layer what `of_one`, the same equations on a stack of one, do to it.
+def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
+    """The program of one layer, of that of a stack: the same jaxpr on arrays with one layer.
+
+    Args:
+      stacked: a jaxpr on arrays with this many layers.
+      other: the same one on arrays with one layer more, which shows the dims of layers.
 
     Raises:
-      DependentLayersError: they do not, or it is not known.
+      DependentLayersError: what it computes of a layer depends on the others, or it is not known.
     """
-    if len(found) != len(of_one):
+    names: dict[Any, Any] = {}
+
+    def single(x: Any, y: Any) -> Any:
+        dim = layer_dim(x, y, layers)
+        if dim is None or x in names:
+            return names.get(x, x) if dim is not None else x
+        names[x] = Var(x.aval.update(shape=_with_one(x.aval.shape, dim)))
+        return names[x]
+
+    def renamed(atoms: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return [single(x, y) for x, y in zip(atoms, others, strict=True)]
+
+    if len(stacked.eqns) != len(other.eqns) or any(layer_dim(*pair, layers) is not None for pair in zip(stacked.constvars, other.constvars)):
         raise DependentLayersError
-    for stacked, single in zip(found, of_one, strict=True):
-        _check_equation(stacked, single, layers)
+    found = []
+    for equation, twin in zip(stacked.eqns, other.eqns, strict=True):
+        params = _params_of_one_layer(equation, twin, layers)
+        inputs, outputs = renamed(equation.invars, twin.invars), renamed(equation.outvars, twin.outvars)
+        found.append(equation.replace(invars=inputs, outvars=outputs, params=params))
+    return stacked.replace(eqns=found, invars=renamed(stacked.invars, other.invars), outvars=renamed(stacked.outvars, other.outvars))
 
 
-def layer_dim(stacked: Any, single: Any, layers: int) -> int | None:
-    """The dim along which an array of a stack has its layers; None if it has none. `single` is the same array of a stack of one."""
-    shape, other = stacked.aval.shape, single.aval.shape
-    if len(shape) != len(other):
-        raise DependentLayersError
-    dims = [dim for dim, sizes in enumerate(zip(shape, other, strict=True)) if sizes[0] != sizes[1]]
-    if not dims:
+def layer_dim(stacked: Any, other: Any, layers: int) -> int | None:
+    """The dim along which an array of a stack has its layers, by the same array of a stack of one more; None if it has none."""
+    if hasattr(stacked, "val"):
+        if not hasattr(other, "val") or bool(stacked.val != other.val):
+            raise DependentLayersError
         return None
-    if len(dims) > 1 or (shape[dims[0]], other[dims[0]]) != (layers, 1):
+    shape, longer = stacked.aval.shape, other.aval.shape
+    dims = [dim for dim, sizes in enumerate(zip(shape, longer, strict=False)) if sizes[0] != sizes[1]]
+    if len(shape) == len(longer) and not dims:
+        return None
+    if len(shape) != len(longer) or len(dims) > 1 or (shape[dims[0]], longer[dims[0]]) != (layers, layers + 1):
         raise DependentLayersError
     return dims[0]
 
 
-def _check_equation(stacked: Any, single: Any, layers: int) -> None:
-    name, params, atoms = stacked.primitive.name, stacked.params, (*stacked.invars, *stacked.outvars)
-    others = (*single.invars, *single.outvars)
-    if single.primitive.name != name or len(atoms) != len(others):
+def _with_one(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*sizes[:dim], 1, *sizes[dim + 1 :])
+
+
+def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any]:
+    """An equation's parameters for one layer, if it computes each layer from the same layer of its inputs."""
+    name, params = equation.primitive.name, dict(equation.params)
+    before, after = (
+        [layer_dim(x, y, layers) for x, y in zip(atoms, others, strict=True)]
+        for atoms, others in ((equation.invars, twin.invars), (equation.outvars, twin.outvars))
+    )
+    if twin.primitive is not equation.primitive or (name == "scan" and params["length"] != twin.params["length"]):
         raise DependentLayersError
-    dims = [layer_dim(x, y, layers) for x, y in zip(atoms, others, strict=True)]
-    same = [not hasattr(x, "val") or (hasattr(y, "val") and bool(x.val == y.val)) for x, y in zip(atoms, others, strict=True)]
-    before, after = dims[: len(stacked.invars)], dims[len(stacked.invars) :]
-    inside = list(inner_jaxprs(stacked))
-    if not all(same) or (name == "scan" and params["length"] != single.params["length"]):
+
+    def inside(part: Any, other: Any) -> Any:
+        if hasattr(part, "jaxpr"):
+            return part.replace(jaxpr=of_one_layer(part.jaxpr, other.jaxpr, layers))
+        return of_one_layer(part, other, layers) if hasattr(part, "eqns") else part
+
+    if any(True for _ in inner_jaxprs(equation)):
+        return {
+            key: jax.tree.map(inside, value, twin.params[key], is_leaf=_is_jaxpr)
+            if any(_is_jaxpr(leaf) for leaf in jax.tree.leaves(value, is_leaf=_is_jaxpr))
+            else value
+            for key, value in params.items()
+        }
+    if {*before, *after} == {None}:
+        return params
+    if not _keeps_layers(name, params, equation.invars, equation.outvars[0], before, after):
         raise DependentLayersError
-    if inside:
-        for inner, other in zip(inside, inner_jaxprs(single), strict=True):
-            check_layers(inner.eqns, other.eqns, layers)
-    elif any(dim is not None for dim in dims) and not _keeps_layers(name, params, stacked.invars, stacked.outvars[0], before, after):
-        raise DependentLayersError
+    resized = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(name)
+    return params if resized is None else params | {resized: _with_one(params[resized], after[0])}
+
+
+def _is_jaxpr(part: Any) -> bool:
+    return hasattr(part, "jaxpr") or hasattr(part, "eqns")
 
 
 def _keeps_layers(name: str, params: Mapping[str, Any], inputs: Sequence[Any], output: Any, before: list, after: list) -> bool:

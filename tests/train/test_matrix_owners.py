@@ -120,7 +120,7 @@ def layout(name, matrices):
     return dataclasses.replace(declared, optimizer=dataclasses.replace(declared.optimizer, matrices=matrices))
 
 
-TENSOR = (spmd.Rule("**/kernel", (None, "model")), spmd.Rule("stack", (None, "model", "data")), spmd.Rule("head", ("model", "data")))
+TENSOR = (spmd.Rule("**/kernel", ("data", "model")), spmd.Rule("stack", (None, "model", "data")), spmd.Rule("head", ("model", "data")))
 LAYOUTS = {
     "data_parallel": ("data=8", spmd.Layout.load("data_parallel")),
     "zero1": ("data=8", spmd.Layout.load("zero1")),
@@ -145,8 +145,6 @@ def reference(name):
     model, optimizer = spmd.FunctionalModel(make, apply), OPTIMIZERS[name]
     params = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh=one_device()).init().params
     params = jax.tree.map(np.asarray, params)
-    optimizer = optimizer if hasattr(optimizer, "init") else optimizer.gradient_transformation()
-
     @jax.jit
     def step(params, opt, batch):
         grads = jax.grad(lambda params: ((apply(params, batch["x"]) - batch["y"]) ** 2).mean())(params)
@@ -182,3 +180,269 @@ def test_equals_one_device(optimizer, name, matrices):
     wanted = jax.tree_util.tree_leaves_with_path(reference(optimizer))
     for (path, leaf), got in zip(wanted, jax.tree.leaves(state.params), strict=True):
         np.testing.assert_allclose(np.asarray(got), leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(), err_msg=jax.tree_util.keystr(path))
+
+
+# what has an owner ----------------------------------------------------------------------------------------------------
+
+
+def groups_of(optimizer, name, like=None):
+    """The groups of matrices under a layout, and the traced update."""
+    mesh, declared = LAYOUTS[name][0], layout(name, "owner")
+    params = jax.eval_shape(make, jax.random.key(0)) if like is None else like
+    resolved = resolve(declared, spmd.tree.flatten(params), {}, MeshSpec.parse(mesh))
+    groups, state = [], jax.eval_shape(optimizer.init, params)
+    update = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh(mesh), groups).update
+    return groups, jax.make_jaxpr(update)(params, state, params)
+
+
+def collectives_of(jaxpr):
+    names = [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
+    return {name: names.count(name) for name in ("all_to_all", "all_gather", "psum") if name in names}
+
+
+FIRST, KERNELS, LAYERS, HEAD = Group((8, 16), 1, 1), Group((16, 16), 3, 1), Group((16, 16), 4, 1), Group((16, 8), 1, 1)
+
+
+def test_equal_matrices_are_a_group():
+    groups, program = groups_of(MUON(), "fsdp")
+    assert groups == [KERNELS, FIRST, HEAD, LAYERS]
+    assert collectives_of(program) == {"all_to_all": 2 * len(groups)}, "one way there, one way back"
+
+
+def test_replicated_gradients_are_not_sent():
+    groups, program = groups_of(MUON(), "data_parallel")
+    assert collectives_of(program) == {"all_gather": len(groups)}
+
+
+def test_each_sharded_dim_is_sent_once():
+    groups, program = groups_of(MUON(), "fsdp x tensor")
+    assert groups == [KERNELS, FIRST, HEAD, LAYERS]
+    assert collectives_of(program) == {"all_to_all": 14, "all_gather": 1}, "of `first` no dim is sharded over model"
+
+
+def test_statistics_are_sent_to_owners_and_back():
+    groups, program = groups_of(shampoo(0.1), "fsdp")
+    assert groups == [KERNELS, FIRST, HEAD, LAYERS]
+    assert collectives_of(program) == {"all_to_all": 7 * len(groups)}, "gradient, momentum, left and right; update, left and right"
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(0.1), OPTIMIZERS["adafactor"], OPTIMIZERS["lamb"]])
+def test_sums_and_norms_have_no_owner(optimizer):
+    groups, program = groups_of(optimizer, "fsdp")
+    assert not groups and not collectives_of(program)
+
+
+def test_a_norm_of_all_gradients_divides_an_update():
+    """Two products with a global norm between them: the second needs it of the results of the first."""
+
+    def update(grads, state, params=None):
+        first = jax.tree.map(lambda g: g @ g.T if g.ndim == 2 else g, grads)
+        scale = 1 / optax.tree_utils.tree_norm(first)
+        return jax.tree.map(lambda f, g: scale * f @ g if g.ndim == 2 else g, first, grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    groups, _ = groups_of(optimizer, "fsdp", {"a": jax.ShapeDtypeStruct((8, 8), "float32"), "b": jax.ShapeDtypeStruct((8, 8), "float32")})
+    assert groups == [Group((8, 8), 2, 1)] * 2
+
+
+def test_layers_that_depend_on_each_other_are_one_matrix():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: g / jnp.linalg.norm(g) @ jnp.swapaxes(g, -1, -2), grads), state
+
+    stack = {"stack": jax.ShapeDtypeStruct((4, 16, 16), "float32")}
+    groups, _ = groups_of(optax.GradientTransformation(lambda params: (), update), "fsdp", stack)
+    assert groups == [Group((4, 16, 16), 1, 1)]
+
+
+MIXING = {
+    "a sum over layers": lambda g: g @ g - g.sum(0, keepdims=True),
+    "a running sum": lambda g: jnp.cumsum(g, 0) @ g,
+    "the order of layers": lambda g: g[::-1] @ g,
+    "a product of layers": lambda g: jnp.einsum("lab,mbc->lac", g, g),
+    "a number for each layer": lambda g: g @ g * jnp.arange(4.0, dtype=g.dtype)[:, None, None],
+    "layers as rows": lambda g: (g.reshape(-1, 16) @ g[0]).reshape(g.shape),
+    "layers moved": lambda g: jnp.moveaxis(g.reshape(16, 4, 16), 1, 0) @ g,
+    "a loop over layers": lambda g: jax.lax.scan(lambda c, x: ((c + x) @ x, c @ x), g[0], g)[1],
+    "how many layers": lambda g: g @ g / len(g),
+}
+
+
+BESIDE = {MIXING["a sum over layers"], MIXING["how many layers"]}  # what mixes them is no part of the product
+
+
+@pytest.mark.parametrize("rule", MIXING.values(), ids=MIXING)
+def test_what_mixes_layers_equals_one_device(rule):
+    """Never a layer alone, whatever joins it with others."""
+    optimizer = optax.GradientTransformation(
+        lambda params: (), lambda grads, state, params=None: (jax.tree.map(rule, grads), state)
+    )
+    like = {"stack": jax.ShapeDtypeStruct((4, 16, 16), "float32")}
+    resolved = resolve(layout("fsdp", "owner"), spmd.tree.flatten(like), {}, MeshSpec.parse("data=8"))
+    grads, groups = {"stack": np.random.default_rng(0).normal(size=(4, 16, 16)).astype("float32")}, []
+    update = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
+    updates, _ = jax.jit(update)(grads, (), grads)
+    np.testing.assert_allclose(updates["stack"], rule(grads["stack"]), rtol=1e-5, atol=1e-5)
+    assert [group.matrices for group in groups] == [4 if rule in BESIDE else 1]
+
+
+def test_state_of_matrices_is_sharded():
+    """Statistics, which have no parameter's shape, lie over the workers like moments."""
+    for matrices, copies in (("owner", 1), ("compiler", 8)):
+        right = trainer_of(OPTIMIZERS["shampoo"], "fsdp", matrices).abstract_state.opt["right"]["first"]
+        assert right.shape == (16, 16) and np.prod(right.sharding.shard_shape(right.shape)) == 16 * 16 / 8 * copies
+
+
+def test_notes_say_which_matrices_have_owners():
+    trainer = trainer_of(MUON(), "fsdp", "owner")
+    trainer.prepare(batches()[0])
+    [note] = [note for note in trainer.notes() if "matrices" in note]
+    assert note == (
+        "[optimizer] matrices: 9 have owners: 3 of [16, 16] (at most 1 on a device), 1 of [8, 16] (at most 1 on a device), "
+        "1 of [16, 8] (at most 1 on a device), 4 of [16, 16] (at most 1 on a device)."
+    )
+    trainer = trainer_of(optax.adamw(0.1), "fsdp", "owner")
+    trainer.prepare(batches()[0])
+    assert any("the optimizer multiplies and factorizes no matrices, so none has an owner" in note for note in trainer.notes())
+
+
+# collectives of compiled programs -------------------------------------------------------------------------------------
+
+
+def looped(text):
+    """The collectives inside the loops of a program."""
+    module = parse(text)
+
+    def inside(name):
+        for instr in module.computations.get(name, ()):
+            if collective_kind(instr.op):
+                yield collective_kind(instr.op)
+            for called in instr.called:
+                yield from inside(called)
+
+    loops = [instr for name in module.computations for instr in module.computations[name] if instr.op == "while"]
+    return loops, [kind for loop in loops for called in loop.called for kind in inside(called)]
+
+
+@SYSTEM
+def test_no_collective_in_the_iterations_on_cpus():
+    found = {}
+    for matrices in ("owner", "compiler"):
+        trainer = trainer_of(MUON(), "fsdp", matrices)
+        loops, found[matrices] = looped(trainer.prepare(batches()[0])[0].compile().as_text())
+        assert loops, "of the iterations"
+    assert not found["owner"] and found["compiler"]
+
+
+@SYSTEM
+@pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
+@pytest.mark.parametrize("name", ["data_parallel", "zero1", "fsdp", "fsdp x tensor"])
+def test_no_collective_in_the_iterations_on_gpus(name):
+    """Of four products of 1,024 x 1,024: smaller ones XLA gathers before it begins."""
+
+    def drawn(key):
+        return {"blocks": [{"kernel": jax.random.normal(key, (1024, 1024))} for _ in range(4)], "stack": jnp.ones((2, 1024, 1024)),
+                "head": jnp.ones((1024, 1024))}  # fmt: skip
+
+    def forward(params, x):
+        for kernel in [*(block["kernel"] for block in params["blocks"]), *params["stack"], params["head"]]:
+            x = jnp.tanh(x @ kernel)
+        return x
+
+    mesh, found = LAYOUTS[name][0], {}
+    rows = jax.ShapeDtypeStruct((64, 1024), "float32")
+    for matrices in ("owner", "compiler"):
+        plan = spmd.plan(
+            spmd.FunctionalModel(drawn, forward),
+            {"x": rows, "y": rows},
+            loss=spmd.losses.mean_squared_error,
+            optimizer=MUON(),
+            target="8xh100",
+            mesh=mesh,
+            layout=layout(name, matrices),
+        )
+        loops, found[matrices] = looped(plan.compiled.hlo)
+        assert loops
+    assert not found["owner"]
+    assert found["compiler"] or name == "data_parallel", "where gradients are replicated, each device multiplies all of them"
+
+
+# pipelines, checkpoints, frozen parameters ----------------------------------------------------------------------------
+
+PIPELINES = {
+    "gpipe": ("data=2,stage=4", piped()),
+    "circular": ("data=4,stage=2", piped(schedule="circular", groups=2)),
+    "1f1b, fsdp": ("data=4,stage=2", piped("reduce_scatter", schedule="1f1b", more={"default": spmd.Default("shard:data")})),
+}
+
+
+def piped_weights(mesh, declared, steps=3):
+    count = MeshSpec.parse(mesh).size
+    trainer = spmd.Trainer(
+        lambda: Tied(nnx.Rngs(0)),
+        loss=spmd.losses.cross_entropy,
+        optimizer=MUON(),
+        layout=declared,
+        mesh=spmd.make_mesh(mesh, devices=jax.devices()[:count]),
+    )
+    state = trainer.init()
+    for _ in range(steps):
+        state, _ = trainer.step(state, tokens())
+    return trainer, weights(trainer, state)
+
+
+@SYSTEM
+@pytest.mark.parametrize("case", PIPELINES)
+def test_layers_of_pipelines_have_owners_on_their_stage(case):
+    mesh, declared = PIPELINES[case]
+    declared = dataclasses.replace(declared, optimizer=spmd.OptimizerState(matrices="owner"))
+    trainer, got = piped_weights(mesh, declared)
+    _, wanted = piped_weights("data=1", "data_parallel")
+    assert relative_difference(got, wanted) < 1e-5
+    assert any("24 of" in note or "8 of [8, 24]" in note for note in trainer.notes())
+    sent = [op for op in trainer.wire.ops if op.where.startswith("matrix_owners")]
+    assert sent and all("stage" not in op.axes for op in sent if op.shape[-3:] == (1, 8, 24)), "layers stay on their stage"
+
+
+@SYSTEM
+def test_checkpoints_of_owners_are_those_of_any_layout(tmp_path):
+    """Four steps, of which the last two are on another mesh, with and without owners."""
+
+    def run(name, matrices, steps, folder):
+        mesh, declared = LAYOUTS[name][0], layout(name, matrices)
+        data = {key: np.concatenate([batch[key] for batch in batches()]) for key in ("x", "y")}
+        return spmd.fit(
+            spmd.FunctionalModel(make, apply), data, loss=spmd.losses.mean_squared_error, optimizer=OPTIMIZERS["shampoo"], mesh=mesh,
+            layout=declared, batch_size=ROWS, steps=steps, shuffle=False, resume=True, checkpoint=spmd.Checkpoint(tmp_path / folder, every=2),
+        ).state.params  # fmt: skip
+
+    wanted = reference("shampoo")
+    for number, (first, then) in enumerate([(("fsdp", "owner"), ("fsdp x tensor", "owner")), (("zero1", "owner"), ("fsdp", "compiler")),
+                                            (("data_parallel", "compiler"), ("fsdp", "owner"))]):  # fmt: skip
+        run(*first, 2, str(number))
+        assert relative_difference(jax.device_get(run(*then, 4, str(number))), wanted) < 1e-5
+
+
+def test_frozen_parameters_have_no_owner():
+    declared = dataclasses.replace(layout("fsdp", "owner"), train=spmd.Train(exclude=("stack", "first")))
+    model, loss = spmd.FunctionalModel(make, apply), spmd.losses.mean_squared_error
+    trainer = spmd.Trainer(model, loss=loss, optimizer=MUON(), mesh="data=8", layout=declared)
+    trainer.prepare(batches()[0])
+    assert any("matrices: 4 have owners" in note for note in trainer.notes())
+
+
+# what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "more"), [("synchronous", ""), ("asynchronous", ""), ("bounded", "bound = 2\n"), ("local", "every = 5\n")])
+def test_servers_have_no_matrices(mode, more, golden):
+    text = f'[optimizer]\nmatrices = "owner"\n[gradients]\nreduction = "parameter_server"\n[parameter_server]\nmode = "{mode}"\n{more}'
+    with pytest.raises(LayoutError) as caught:
+        loads(text, "mine.toml")
+    golden("matrices_of_servers", str(caught.value))
+    loads(text.replace("parameter_server", "reduce_scatter", 1).partition("[parameter_server]")[0])
+
+
+def test_unknown_owner(golden):
+    with pytest.raises(LayoutError) as caught:
+        loads('[optimizer]\nmatrices = "owners"\n', "mine.toml")
+    golden("matrices_unknown", str(caught.value))
