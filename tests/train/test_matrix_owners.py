@@ -309,7 +309,7 @@ def test_notes_say_which_matrices_have_owners():
 
 
 def looped(text):
-    """The collectives inside the loops of a program."""
+    """The loops of a program, and the collectives inside."""
     module = parse(text)
 
     def inside(name):
@@ -319,51 +319,77 @@ def looped(text):
             for called in instr.called:
                 yield from inside(called)
 
-    loops = [instr for name in module.computations for instr in module.computations[name] if instr.op == "while"]
+    loops = [instr for lines in module.computations.values() for instr in lines if instr.op == "while"]
     return loops, [kind for loop in loops for called in loop.called for kind in inside(called)]
+
+
+def between_products(text):
+    """How many products the optimizer has, and the collectives on the way from one to another."""
+    module = parse(text)
+    lines = module.computations[module.entry]
+
+    def multiplies(instr):
+        inside = [inner for name in instr.called for inner in module.computations.get(name, ())]
+        product = any(part.op in ("dot", "convolution") or "gemm" in part.custom_call for part in (instr, *inside))
+        return product and "jvp" not in "".join(part.scope for part in (instr, *inside))
+
+    products = {instr.name for instr in lines if multiplies(instr)}
+    after, before = set(products), set(products)
+    for instr in lines:
+        if not after.isdisjoint(instr.operands):
+            after.add(instr.name)
+    for instr in reversed(lines):
+        if instr.name in before:
+            before.update(instr.operands)
+    return len(products), [instr.op for instr in lines if collective_kind(instr.op) and instr.name in after & before]
 
 
 @SYSTEM
 def test_no_collective_in_the_iterations_on_cpus():
+    """With coefficients that differ from iteration to iteration, they are a loop."""
     found = {}
     for matrices in ("owner", "compiler"):
-        trainer = trainer_of(MUON(), "fsdp", matrices)
+        trainer = trainer_of(MUON(ns_coeffs="dion"), "fsdp", matrices)
         loops, found[matrices] = looped(trainer.prepare(batches()[0])[0].compile().as_text())
-        assert loops, "of the iterations"
+        assert loops
     assert not found["owner"] and found["compiler"]
+
+
+def drawn(key):
+    kernels = [{"kernel": jax.random.normal(key, (1024, 1024))} for _ in range(4)]
+    return {"blocks": kernels, "stack": jnp.ones((2, 1024, 1024)), "head": jnp.ones((1024, 1024))}
+
+
+def forward(params, x):
+    for kernel in [*(block["kernel"] for block in params["blocks"]), *params["stack"], params["head"]]:
+        x = jnp.tanh(x @ kernel)
+    return x
 
 
 @SYSTEM
 @pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
 @pytest.mark.parametrize("name", ["data_parallel", "zero1", "fsdp", "fsdp x tensor"])
 def test_no_collective_in_the_iterations_on_gpus(name):
-    """Of four products of 1,024 x 1,024: smaller ones XLA gathers before it begins."""
-
-    def drawn(key):
-        return {"blocks": [{"kernel": jax.random.normal(key, (1024, 1024))} for _ in range(4)], "stack": jnp.ones((2, 1024, 1024)),
-                "head": jnp.ones((1024, 1024))}  # fmt: skip
-
-    def forward(params, x):
-        for kernel in [*(block["kernel"] for block in params["blocks"]), *params["stack"], params["head"]]:
-            x = jnp.tanh(x @ kernel)
-        return x
-
-    mesh, found = LAYOUTS[name][0], {}
-    rows = jax.ShapeDtypeStruct((64, 1024), "float32")
+    """Neither in a loop, nor between the products of iterations that are unrolled."""
+    rows, found, said = jax.ShapeDtypeStruct((64, 1024), "float32"), {}, {}
     for matrices in ("owner", "compiler"):
-        plan = spmd.plan(
-            spmd.FunctionalModel(drawn, forward),
-            {"x": rows, "y": rows},
-            loss=spmd.losses.mean_squared_error,
-            optimizer=MUON(),
-            target="8xh100",
-            mesh=mesh,
-            layout=layout(name, matrices),
-        )
-        loops, found[matrices] = looped(plan.compiled.hlo)
-        assert loops
-    assert not found["owner"]
-    assert found["compiler"] or name == "data_parallel", "where gradients are replicated, each device multiplies all of them"
+        for iterations in ("standard", "dion"):
+            plan = spmd.plan(
+                spmd.FunctionalModel(drawn, forward),
+                {"x": rows, "y": rows},
+                loss=spmd.losses.mean_squared_error,
+                optimizer=MUON(ns_coeffs=iterations),
+                target="8xh100",
+                mesh=LAYOUTS[name][0],
+                layout=layout(name, matrices),
+            )
+            among, found[matrices, iterations] = (looped if iterations == "dion" else between_products)(plan.compiled.hlo)
+            assert among, "loops, or products"
+            said[matrices] = plan.memory
+    assert not found["owner", "standard"] and not found["owner", "dion"]
+    replicated = name in ("data_parallel", "zero1")  # XLA gathers once, and each device multiplies all matrices
+    assert replicated or (found["compiler", "standard"] and found["compiler", "dion"])
+    assert said["owner"].optimizer == said["compiler"].optimizer, "momentum lies as the layout says, in both"
 
 
 # pipelines, checkpoints, frozen parameters ----------------------------------------------------------------------------
