@@ -298,7 +298,9 @@ def _layouts(plan: PlanData, cost: StepCost) -> Iterator[_Trial]:
     if axis in axes:
         default = dataclasses.replace(layout.default, params="replicate", max_replicated=None)
         gradients = dataclasses.replace(layout.gradients, reduction="reduce_scatter", gather="auto", accumulate="auto")
-        changed = dataclasses.replace(layout, default=default, optimizer=dataclasses.replace(layout.optimizer, shard=axis), gradients=gradients)
+        changed = dataclasses.replace(
+            layout, default=default, optimizer=dataclasses.replace(layout.optimizer, shard=axis), gradients=gradients
+        )
         yield _Trial(f'[default] params = "replicate", [optimizer] shard = "{axis}"', {"layout": changed})
 
 

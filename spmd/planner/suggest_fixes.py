@@ -151,7 +151,9 @@ def shard_parameters(plan: PlanData) -> _Changes:
     layout = plan.layout
     if layout.default.params == "replicate" and layout.data_axes() and layout.gradients.reduction != "parameter_server":
         axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
-        layout = dataclasses.replace(layout, optimizer=dataclasses.replace(layout.optimizer, shard=None), default=Default(f"shard:{axis}"), gradients=gradients)
+        layout = dataclasses.replace(
+            layout, optimizer=dataclasses.replace(layout.optimizer, shard=None), default=Default(f"shard:{axis}"), gradients=gradients
+        )
         yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 

@@ -53,7 +53,7 @@ class VmappedTrials:
             why = f"{layout.source}: [memory] keeps moments in the host's memory; a sweep keeps those of a chunk on the devices."
             raise LayoutError(why, fix='[memory] optimizer = "device".')
         if layout.optimizer.matrices != "compiler":
-            why = f"{layout.source}: [optimizer] matrices gives each matrix to a device; in a sweep each device updates those of its trials."
+            why = f"{layout.source}: [optimizer] matrices gives each matrix to a device; in a sweep each updates all matrices of a trial."
             raise LayoutError(why, fix="leave it out.")
         if jax.tree.leaves(placed.abstract_state.exchange):
             why = f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial."

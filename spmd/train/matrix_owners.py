@@ -6,6 +6,7 @@ its owner, and back; all-gathers replace them where an array is replicated. The 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.jaxpr import equations, inlined
+from spmd.jaxpr import closed_jaxprs, equations, inlined
 from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
 from spmd.train.matrix_regions import DependentLayersError, Region, find_regions, layer_dim, needs_matrix, of_one_layer, variables
@@ -139,7 +140,7 @@ class _Member:
       program: a jaxpr.
       shape: of the matrix.
       layers: of the stack, if each is a matrix of its own, and else None.
-      stacked: for each input whether it has layers.
+      stacked: for each input and output whether it has layers.
       slots: mesh axes that shard the layers.
       ways: how matrices are sent to owners, one after the other.
       specs: how inputs and outputs are sharded.
@@ -158,7 +159,12 @@ class _Member:
     def key(self) -> tuple:
         """Equal for members of one group."""
         shared = tuple(x for x in self.region.inputs if x in self.region.shared)
-        return str(self.program), self.layers is None, self.stacked, self.slots, self.ways, self.specs, shared
+        constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
+        return str(self.program), constants, self.layers is None, self.stacked, self.slots, self.ways, self.specs, shared
+
+    def held(self, mesh: Mesh | AbstractMesh) -> int:
+        """How many matrices the devices of one position along `slots` have."""
+        return 1 if self.layers is None else self.layers // _size(self.slots, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +192,8 @@ class _Program:
             of_more = None
         owners = {x: path for x, path in zip(self.jaxpr.invars, self.owners, strict=True) if path is not None}
         groups: dict[tuple, list[_Member]] = {}
-        for region in find_regions(found, owners, outputs):
+        regions, owners = find_regions(found, owners, outputs)
+        for region in regions:
             member = self._member(region, found, of_more)
             groups.setdefault(member.key, []).append(member)
         inside = {place for members in groups.values() for member in members for place in member.region.equations}
@@ -199,13 +206,13 @@ class _Program:
         equation = found[place]
         if equation.primitive.name != "cond" or not needs_matrix(equation):
             return equation
-        other = [None] * 9 if of_more is None else [branch.jaxpr for branch in of_more[place].params["branches"]]
         paths = [owners.get(x) if not hasattr(x, "val") else None for x in equation.invars[1:]]
-        branches = tuple(
-            branch.replace(jaxpr=dataclasses.replace(self, jaxpr=branch.jaxpr, of_more=one, owners=paths).rewritten())
-            for branch, one in zip(equation.params["branches"], other, strict=False)
-        )
-        return equation.replace(params={**equation.params, "branches": branches})
+        branches = []
+        for number, branch in enumerate(equation.params["branches"]):
+            other = of_more[place].params["branches"][number].jaxpr if of_more is not None else None
+            inside = dataclasses.replace(self, jaxpr=branch.jaxpr, of_more=other, owners=paths)
+            branches.append(branch.replace(jaxpr=inside.rewritten()))
+        return equation.replace(params={**equation.params, "branches": tuple(branches)})
 
     def _member(self, region: Region, found: Sequence[Any], of_more: Sequence[Any] | None) -> _Member:
         placement = self.resolved.placements[region.path]
@@ -219,15 +226,19 @@ class _Program:
             other = dataclasses.replace(region, **named).program(of_more, self.jaxpr)
             try:
                 dims = [layer_dim(x, names[x], layers) for x in atoms]
-                if {*dims[: len(region.inputs)]} <= {0, None} and {*dims[len(region.inputs) :]} == {0}:
+                if {*dims} <= {0, None}:
                     program, stacked = of_one_layer(program, other, layers), tuple(dim == 0 for dim in dims)
                     region = dataclasses.replace(region, shared=region.shared - {x for x, dim in zip(atoms, dims, strict=True) if dim == 0})
             except DependentLayersError:
-                pass
+                if region.without_sums is not None:  # which may be over all layers
+                    return self._member(region.without_sums, found, of_more)
         layers = layers if any(stacked) else None
         slots = _slots(placement) if layers is not None else ()
         ways = _ways(placement, slots, self.mesh)
-        specs = tuple(border_spec(x.aval.shape, placement, self.mesh, stacked=on) for x, on in zip(atoms, stacked, strict=True))
+        specs = tuple(
+            border_spec(x.aval.shape, placement, self.mesh, stacked=on) if on or layers is None else ()  # of all layers
+            for x, on in zip(atoms, stacked, strict=True)
+        )
         shape = placement.shape if layers is None else placement.shape[1:]
         return _Member(region, program, shape, layers, stacked, slots, ways, specs)
 
@@ -243,7 +254,7 @@ class _Program:
         def run(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
             specs = [[pspec(first.specs[number])] * len(members) for number in own], [pspec(())] * len(shared)
             after = [[pspec(spec)] * len(members) for spec in first.specs[len(first.region.inputs) :]]
-            local = _local_update(first, own, self.mesh)
+            local = _local_update(first, own, [member.held(self.mesh) for member in members])
             with jax.named_scope("matrix_owners"):
                 return shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=after, axis_names=self.mesh.axis_names)(arrays, shared)
 
@@ -291,9 +302,9 @@ def _in_order(found: list[Any], jaxpr: Any) -> list[Any]:
 def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
     matrices = sum(member.layers or 1 for member in members)
-    held = matrices // _size(first.slots, mesh)
-    places = math.prod(_size(way, mesh) for way in first.ways)
-    return Group(first.shape, matrices, -(-held // places))
+    return Group(
+        first.shape, matrices, -(-sum(member.held(mesh) for member in members) // math.prod(_size(way, mesh) for way in first.ways))
+    )
 
 
 # where a matrix goes ----------------------------------------------------------------------------------------------------
@@ -333,33 +344,34 @@ def border_spec(shape: tuple[int, ...], placement: Placement, mesh: Mesh | Abstr
     return (make_entry(slots), *spec) if stacked else spec
 
 
-def _local_update(member: _Member, own: list[int], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
-    """Of one device: its shards of a group's arrays to matrices that it owns, their update, and back to shards."""
-    count = len(member.region.inputs)
-    batched = member.layers is not None
-    held = member.layers // _size(member.slots, mesh) if member.layers is not None else 1
+def _local_update(member: _Member, own: list[int], held: list[int]) -> Callable[..., Any]:
+    """Of one device: its shards of a group's arrays to matrices that it owns, their update, and back to shards.
+
+    Args:
+      member: any of the group.
+      own: which inputs are arrays of each member.
+      held: how many matrices each member has.
+    """
     inputs = member.region.inputs
     dims = [None if x in member.region.shared else 0 for x in inputs]
-    update = jax.vmap(jaxpr_as_fun(jax.extend.core.ClosedJaxpr(member.program, ())), in_axes=dims)
+    update = jax.vmap(jaxpr_as_fun(ClosedJaxpr(member.program, ())), in_axes=dims)
 
-    def matrices_of(shard: jax.Array, number: int) -> jax.Array:
-        """[layers, ...] of what one program takes, of a shard."""
-        if member.stacked[number]:
-            return shard[:, None]
-        return jnp.broadcast_to(shard, (held, *shard.shape)) if batched else shard[None]
+    def matrices_of(shard: jax.Array, number: int, count: int) -> jax.Array:
+        """[count, ...] of what one program takes, of a shard."""
+        return shard[:, None] if member.stacked[number] else jnp.broadcast_to(shard, (count, *shard.shape))
 
     def local(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
         owned = []
         for number, shards in zip(own, arrays, strict=True):
-            joined = jnp.concatenate([matrices_of(shard, number) for shard in shards])
+            joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in zip(shards, held, strict=True)])
             owned.append(_to_owners(joined, _inner_spec(member, number), member.ways))
         taken, others = iter(owned), iter(shared)
         updated = update(*[next(others) if x in member.region.shared else next(taken) for x in inputs])
         results = []
-        for number, matrices in enumerate(updated, count):
+        for number, matrices in enumerate(updated, len(inputs)):
             shards = _from_owners(matrices, _inner_spec(member, number), member.ways)
-            each = [shards[start : start + held] for start in range(0, len(arrays[0]) * held, held)]
-            results.append([shard[:, 0] if batched else shard[0] for shard in each])
+            each = [shards[end - count : end] for end, count in zip(itertools.accumulate(held), held, strict=True)]
+            results.append([shard[:, 0] if member.stacked[number] else shard[0] for shard in each])
         return results
 
     return local

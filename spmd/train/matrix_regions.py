@@ -1,4 +1,4 @@
-"""Finds, in a traced update of an optimizer, what needs a parameter's matrix in one place: products, factorizations, and what is between them.
+"""Finds in a traced update of an optimizer what needs a parameter's matrix in one place: products, factorizations, what is between them.
 
 Everything else of an update is element-wise, or sums, which are as exact on shards.
 """
@@ -18,6 +18,7 @@ ELEMENTWISE = frozenset(
     " log log1p logistic lt max min mul ne neg not or pow real reduce_precision rem round rsqrt select_n sign sin sqrt square stop_gradient"
     " sub tan tanh xor".split()
 )
+MOVES = frozenset("broadcast_in_dim concatenate expand_dims pad reshape rev slice squeeze transpose".split())
 FACTORIZATIONS = frozenset("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve tridiagonal".split())
 
 
@@ -36,6 +37,7 @@ class Region:
         functions of other inputs.
       inputs, outputs: variables that it takes from other equations, and that others take from it.
       shared: those of the inputs that are no arrays of the parameter, such as counters.
+      without_sums: the region without sums that it begins with, such as a norm; None if it has none.
     """
 
     path: str
@@ -44,6 +46,7 @@ class Region:
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     shared: frozenset[Any]
+    without_sums: "Region | None" = None
 
     @property
     def places(self) -> list[int]:
@@ -70,8 +73,8 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
-def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Iterable[Any]) -> list[Region]:
-    """The regions of a program.
+def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Iterable[Any]) -> tuple[list[Region], Mapping[Any, str]]:
+    """The regions of a program, and the parameter of every variable that is computed from arrays of one.
 
     What is computed from arrays of several parameters, such as a global norm, is in none; what uses it is in another region than what it
     is computed from, so that each region can be computed at once.
@@ -102,7 +105,7 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
         if not equation.effects and constant.issuperset(variables(equation.invars)):
             constant.update(equation.outvars)
     known = _Known(found, owner, constant, made_at, needed_in)
-    return [region for (path, _), places in parts.items() if (region := _region(known, path, places))]
+    return [region for (path, _), places in parts.items() if (region := _region(known, path, places))], owner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +120,23 @@ class _Known:
 
 
 def _region(known: _Known, path: str, places: list[int]) -> Region | None:
-    """The region among these equations of one parameter: what needs the matrix, what is between, and what only moves or sums elements on
-    the way there, so that arrays pass its borders in the parameter's own shape."""
+    """The region among these equations of one parameter: what needs the matrix, what is between, sums of elements that it uses, and what
+    moves elements on either side, so that arrays pass its borders in the parameter's own shape."""
     found = known.found
     seeds = {place for place in places if needs_matrix(found[place])}
     if not seeds:
         return None
-    near = _reached(found, places, seeds) | _reaching(found, places, seeds)
-    ends = seeds | {place for place in near if not _is_elementwise(found[place])}
+    moving = {place for place in places if found[place].primitive.name in MOVES and not _is_elementwise(found[place])}
+    plain = [place for place in places if place in seeds | moving or _is_elementwise(found[place])]
+    moves = moving & (_reaching(found, plain, seeds) | _reached(found, plain, seeds))  # with no sum on the way
+    sums = {place for place in _reaching(found, places, seeds) if not _is_elementwise(found[place])}
+    region, fewer = (_hull(known, path, places, ends) for ends in (seeds | moves | sums, seeds | moves))
+    return region if fewer.equations == region.equations else dataclasses.replace(region, without_sums=fewer)
+
+
+def _hull(known: _Known, path: str, places: list[int], ends: set[int]) -> Region:
+    """The region of these equations, and of what is between them."""
+    found = known.found
     inside = sorted(_reached(found, places, ends) & _reaching(found, places, ends))
     inputs, copied = _inputs(known, path, inside)
     outputs = [x for place in inside for x in found[place].outvars if known.needed_in.get(x, set()) - set(inside)]
@@ -202,7 +214,8 @@ def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
     def renamed(atoms: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         return [single(x, y) for x, y in zip(atoms, others, strict=True)]
 
-    if len(stacked.eqns) != len(other.eqns) or any(layer_dim(*pair, layers) is not None for pair in zip(stacked.constvars, other.constvars)):
+    constants = zip(stacked.constvars, other.constvars, strict=True)
+    if len(stacked.eqns) != len(other.eqns) or any(layer_dim(*pair, layers) is not None for pair in constants):
         raise DependentLayersError
     found = []
     for equation, twin in zip(stacked.eqns, other.eqns, strict=True):

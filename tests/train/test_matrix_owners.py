@@ -85,6 +85,7 @@ OPTIMIZERS = {
     "muon, clipped": optax.chain(optax.clip_by_global_norm(0.1), MUON(adaptive=True, weight_decay=0.01)),
     "muon, every 2": optax.MultiSteps(MUON(), 2),
     "muon, averaged": spmd.optimizers.average_weights(optax.apply_if_finite(MUON(ns_steps=3), 2)),
+    "muon, scaled": optax.chain(optax.clip_by_block_rms(0.01), MUON(adaptive=True), optax.scale_by_trust_ratio(), optax.scale(0.1)),
     "shampoo": shampoo(0.02),
     "adafactor": optax.adafactor(0.02, min_dim_size_to_factor=8),
     "lamb": optax.lamb(0.01),
@@ -145,6 +146,7 @@ def reference(name):
     model, optimizer = spmd.FunctionalModel(make, apply), OPTIMIZERS[name]
     params = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh=one_device()).init().params
     params = jax.tree.map(np.asarray, params)
+
     @jax.jit
     def step(params, opt, batch):
         grads = jax.grad(lambda params: ((apply(params, batch["x"]) - batch["y"]) ** 2).mean())(params)
@@ -226,6 +228,24 @@ def test_statistics_are_sent_to_owners_and_back():
     assert collectives_of(program) == {"all_to_all": 7 * len(groups)}, "gradient, momentum, left and right; update, left and right"
 
 
+AROUND = {
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), MUON(), optax.clip_by_global_norm(0.1)),
+    "every 2": OPTIMIZERS["muon, every 2"],
+    "averaged": OPTIMIZERS["muon, averaged"],
+}
+
+
+@pytest.mark.parametrize("optimizer", AROUND.values(), ids=AROUND)
+def test_what_is_around_an_optimizer_does_not_matter(optimizer):
+    assert {*groups_of(optimizer, "fsdp")[0]} == {KERNELS, FIRST, HEAD, LAYERS}
+
+
+def test_sums_over_all_layers_stay_outside():
+    """`adaptive` scales the updates of a stack by a sum over it, and the clip divides by one."""
+    optimizer = optax.chain(optax.clip_by_block_rms(0.01), MUON(adaptive=True), optax.scale_by_trust_ratio())
+    assert {*groups_of(optimizer, "fsdp")[0]} == {KERNELS, FIRST, HEAD, LAYERS}
+
+
 @pytest.mark.parametrize("optimizer", [optax.adamw(0.1), OPTIMIZERS["adafactor"], OPTIMIZERS["lamb"]])
 def test_sums_and_norms_have_no_owner(optimizer):
     groups, program = groups_of(optimizer, "fsdp")
@@ -245,44 +265,58 @@ def test_a_norm_of_all_gradients_divides_an_update():
     assert groups == [Group((8, 8), 2, 1)] * 2
 
 
-def test_layers_that_depend_on_each_other_are_one_matrix():
-    def update(grads, state, params=None):
-        return jax.tree.map(lambda g: g / jnp.linalg.norm(g) @ jnp.swapaxes(g, -1, -2), grads), state
+@pytest.mark.parametrize("spec", [(), ("data",), (None, None, "data"), ("data", None, None)])
+def test_stacks_of_several_depths_are_one_batch(spec):
+    """Sharded along their layers, or along a matrix, and next to an array that all layers share."""
 
-    stack = {"stack": jax.ShapeDtypeStruct((4, 16, 16), "float32")}
-    groups, _ = groups_of(optax.GradientTransformation(lambda params: (), update), "fsdp", stack)
-    assert groups == [Group((4, 16, 16), 1, 1)]
+    def rule(grads, state, params=None):
+        del params
+        return {name: g @ g * jnp.linalg.norm(state[name] @ state[name]) for name, g in grads.items()}, state
+
+    random, like = np.random.default_rng(0), {name: jax.ShapeDtypeStruct((depth, 16, 16), "float32") for name, depth in DEPTHS.items()}
+    grads = {name: random.normal(size=leaf.shape).astype("float32") for name, leaf in like.items()}
+    state = {name: random.normal(size=(8, 8)).astype("float32") for name in like}
+    declared = spmd.Layout(params=(spmd.Rule("*", spec),), optimizer=spmd.OptimizerState(matrices="owner"))
+    resolved, groups = resolve(declared, like, {}, MeshSpec.parse("data=8")), []
+    optimizer = optax.GradientTransformation(lambda params: state, rule)
+    update = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
+    updates, _ = jax.jit(update)(grads, state, grads)
+    for name, wanted in rule(grads, state)[0].items():
+        np.testing.assert_allclose(updates[name], wanted, rtol=1e-4)
+    assert groups == [Group((16, 16), 24, 3)]
 
 
-MIXING = {
-    "a sum over layers": lambda g: g @ g - g.sum(0, keepdims=True),
-    "a running sum": lambda g: jnp.cumsum(g, 0) @ g,
-    "the order of layers": lambda g: g[::-1] @ g,
-    "a product of layers": lambda g: jnp.einsum("lab,mbc->lac", g, g),
-    "a number for each layer": lambda g: g @ g * jnp.arange(4.0, dtype=g.dtype)[:, None, None],
-    "layers as rows": lambda g: (g.reshape(-1, 16) @ g[0]).reshape(g.shape),
-    "layers moved": lambda g: jnp.moveaxis(g.reshape(16, 4, 16), 1, 0) @ g,
-    "a loop over layers": lambda g: jax.lax.scan(lambda c, x: ((c + x) @ x, c @ x), g[0], g)[1],
-    "how many layers": lambda g: g @ g / len(g),
+DEPTHS = {"shallow": 8, "deep": 16}
+
+
+MIXING = {  # between two products
+    "a sum over layers": lambda h: h - h.sum(0, keepdims=True),
+    "a running sum": lambda h: jnp.cumsum(h, 0),
+    "the order of layers": lambda h: h[::-1],
+    "some layers": lambda h: jnp.concatenate([h[:1], h[:3]]),
+    "a product of layers": lambda h: h @ jnp.einsum("lab,lbc->ac", h, h),
+    "a number for each layer": lambda h: h * jnp.arange(4.0, dtype=h.dtype)[:, None, None],
+    "layers as rows": lambda h: (h.reshape(64, 16) @ h[0]).reshape(h.shape),
+    "layers moved": lambda h: jnp.moveaxis(h.reshape(16, 4, 16), 1, 0),
+    "a loop over layers": lambda h: jax.lax.scan(lambda c, x: ((c + x) @ x, c @ x), h[0], h)[1],
+    "how many layers": lambda h: h / len(h),
 }
-
-
-BESIDE = {MIXING["a sum over layers"], MIXING["how many layers"]}  # what mixes them is no part of the product
 
 
 @pytest.mark.parametrize("rule", MIXING.values(), ids=MIXING)
 def test_what_mixes_layers_equals_one_device(rule):
     """Never a layer alone, whatever joins it with others."""
-    optimizer = optax.GradientTransformation(
-        lambda params: (), lambda grads, state, params=None: (jax.tree.map(rule, grads), state)
-    )
-    like = {"stack": jax.ShapeDtypeStruct((4, 16, 16), "float32")}
+
+    def update(grads, state, params=None):
+        return {"stack": rule(grads["stack"] @ grads["stack"]) @ grads["stack"]}, state
+
+    optimizer, like = optax.GradientTransformation(lambda params: (), update), {"stack": jax.ShapeDtypeStruct((4, 16, 16), "float32")}
     resolved = resolve(layout("fsdp", "owner"), spmd.tree.flatten(like), {}, MeshSpec.parse("data=8"))
     grads, groups = {"stack": np.random.default_rng(0).normal(size=(4, 16, 16)).astype("float32")}, []
-    update = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
-    updates, _ = jax.jit(update)(grads, (), grads)
-    np.testing.assert_allclose(updates["stack"], rule(grads["stack"]), rtol=1e-5, atol=1e-5)
-    assert [group.matrices for group in groups] == [4 if rule in BESIDE else 1]
+    by_owners = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
+    updates, wanted = jax.jit(by_owners)(grads, (), grads)[0]["stack"], update(grads, ())[0]["stack"]
+    np.testing.assert_allclose(updates, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert [group.matrices for group in groups] == [1]
 
 
 def test_state_of_matrices_is_sharded():
@@ -436,10 +470,9 @@ def test_checkpoints_of_owners_are_those_of_any_layout(tmp_path):
     def run(name, matrices, steps, folder):
         mesh, declared = LAYOUTS[name][0], layout(name, matrices)
         data = {key: np.concatenate([batch[key] for batch in batches()]) for key in ("x", "y")}
-        return spmd.fit(
-            spmd.FunctionalModel(make, apply), data, loss=spmd.losses.mean_squared_error, optimizer=OPTIMIZERS["shampoo"], mesh=mesh,
-            layout=declared, batch_size=ROWS, steps=steps, shuffle=False, resume=True, checkpoint=spmd.Checkpoint(tmp_path / folder, every=2),
-        ).state.params  # fmt: skip
+        model, options = spmd.FunctionalModel(make, apply), {"optimizer": OPTIMIZERS["shampoo"], "mesh": mesh, "layout": declared}
+        options |= {"batch_size": ROWS, "shuffle": False, "resume": True, "checkpoint": spmd.Checkpoint(tmp_path / folder, every=2)}
+        return spmd.fit(model, data, loss=spmd.losses.mean_squared_error, steps=steps, **options).state.params
 
     wanted = reference("shampoo")
     for number, (first, then) in enumerate([(("fsdp", "owner"), ("fsdp x tensor", "owner")), (("zero1", "owner"), ("fsdp", "compiler")),
@@ -459,7 +492,9 @@ def test_frozen_parameters_have_no_owner():
 # what is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "more"), [("synchronous", ""), ("asynchronous", ""), ("bounded", "bound = 2\n"), ("local", "every = 5\n")])
+@pytest.mark.parametrize(
+    ("mode", "more"), [("synchronous", ""), ("asynchronous", ""), ("bounded", "bound = 2\n"), ("local", "every = 5\n")]
+)
 def test_servers_have_no_matrices(mode, more, golden):
     text = f'[optimizer]\nmatrices = "owner"\n[gradients]\nreduction = "parameter_server"\n[parameter_server]\nmode = "{mode}"\n{more}'
     with pytest.raises(LayoutError) as caught:
