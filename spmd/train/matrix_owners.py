@@ -6,6 +6,7 @@ its owner, and back; all-gathers replace them where an array is replicated. The 
 """
 
 import dataclasses
+import graphlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,7 +199,7 @@ class _Program:
             groups.setdefault(member.key, []).append(member)
         inside = {place for members in groups.values() for member in members for place in member.region.equations}
         kept = [self._branches(place, found, of_more, owners) for place in range(len(found)) if place not in inside]
-        replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())], self.jaxpr)
+        replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())])
         return self.jaxpr.replace(eqns=replaced, outvars=outputs)
 
     def _branches(self, place: int, found: Sequence[Any], of_more: Sequence[Any] | None, owners: Mapping[Any, str]) -> Any:
@@ -283,20 +284,11 @@ def _compares(found: Sequence[Any], of_more: Sequence[Any]) -> bool:
     return True
 
 
-def _in_order(found: list[Any], jaxpr: Any) -> list[Any]:
+def _in_order(found: list[Any]) -> list[Any]:
     """Equations in an order in which each follows those that it uses."""
-    made, ordered = {*jaxpr.invars, *jaxpr.constvars}, []
-    while found:
-        waiting = []
-        for equation in found:
-            if made.issuperset(variables(equation.invars)):
-                ordered.append(equation)
-                made.update(equation.outvars)
-            else:
-                waiting.append(equation)
-        assert len(waiting) < len(found), "regions use each other"
-        found = waiting
-    return ordered
+    made_at = {x: number for number, equation in enumerate(found) for x in equation.outvars}
+    needed = {number: {made_at[x] for x in variables(equation.invars) if x in made_at} for number, equation in enumerate(found)}
+    return [found[number] for number in graphlib.TopologicalSorter(needed).static_order()]
 
 
 def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
