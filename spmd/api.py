@@ -26,8 +26,10 @@ from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
-from spmd.mesh import MeshSpec
+from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.planner.memory_check import check_step_memory
+from spmd.planner.model_flops import model_flops, trace_model
+from spmd.planner.target import of_device
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
 from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume
@@ -43,6 +45,7 @@ from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.time_account import TimeAccount
+from spmd.run.work import Work, tokens_per_row
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
@@ -122,6 +125,7 @@ class Result:
 
 
 @interruptible()
+@outside_of_mesh(default=True)
 def fit(
     model: Any,
     data: Any,
@@ -178,7 +182,7 @@ def fit(
         data; `resume="changed_data"` also when the contents of the data have changed, such as a repaired row.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
-      log_every: steps per record; each record is the mean over them.
+      log_every: steps per record; each record is the mean over them, with rates such as tokens per second.
       progress: True, False, or "auto" (in a terminal or a notebook).
       precision: "float32", or "bfloat16": forward and backward in bfloat16, parameters and optimizer in float32.
       accumulate: microbatches per update; gradients are reduced once per update.
@@ -265,6 +269,7 @@ def fit(
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             memory=memory,
             data_retries=data_retries,
+            work=work_of(program),
         )
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()
@@ -276,6 +281,14 @@ def fit(
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
     return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before)
+
+
+def work_of(program: Program) -> Work:
+    """What a row is for the devices of a program; their peak is known for GPUs that a shipped target describes."""
+    mesh = program.placed.mesh
+    target = of_device(mesh.devices.flat[0].device_kind)
+    peak = mesh.size * target.rate(program.placed.config.precision) if target else 0.0
+    return Work(tokens_per_row(program), peak, lambda: model_flops(trace_model(program)) / program.rows)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:

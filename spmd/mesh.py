@@ -1,10 +1,11 @@
 """A mesh from a few words: axis names and sizes, checked against the devices there are."""
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +15,9 @@ from spmd.errors import MeshError, did_you_mean, short_repr, type_name
 from spmd.xla import simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NO_MESH = Mesh(np.empty((), object), ())
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +164,37 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
     else:
         grid = np.array(sorted(devices, key=lambda device: (device.process_index, device.id))).reshape(shape)
     return Mesh(grid, resolved.names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
+    """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays are, and a mesh that is set would
+    say so, too, for every operation.
+
+    Args:
+      default: the mesh that is set is the function's argument `mesh`, where none is given.
+
+    Example:
+      >>> @outside_of_mesh(default=True)
+      ... def axes(*, mesh=None):
+      ...     return jax.sharding.get_abstract_mesh().axis_names, mesh and mesh.axis_names
+      >>> with jax.set_mesh(make_mesh("data=8")):
+      ...     axes()
+      ((), ('data',))
+    """
+
+    def wrap(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if jax.sharding.get_abstract_mesh().empty:
+                return function(*arguments, **options)
+            if default and options.get("mesh") is None:
+                options["mesh"] = jax.sharding.get_mesh()
+            with jax.set_mesh(_NO_MESH):
+                return function(*arguments, **options)
+
+        return call  # type: ignore[return-value]
+
+    return wrap
 
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:

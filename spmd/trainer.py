@@ -25,7 +25,7 @@ from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
 from spmd.layout.toml_reader import loads
-from spmd.mesh import make_mesh
+from spmd.mesh import make_mesh, outside_of_mesh
 from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
@@ -100,6 +100,7 @@ class Trainer:
       1.0
     """
 
+    @outside_of_mesh(default=True)
     def __init__(
         self,
         model: Any,
@@ -187,6 +188,7 @@ class Trainer:
             raise OptionError(f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.", fix=fix)
         return ServerStatistics.of(self._placed.events, steps)
 
+    @outside_of_mesh()
     def init(self, batch: Tree = None) -> State:
         """A new state, each array made in place on the mesh. A linen model needs a `batch` (arrays or their shapes).
 
@@ -203,6 +205,7 @@ class Trainer:
         """Shape, dtype and sharding of the state; nothing is allocated."""
         return self._placed.abstract_state
 
+    @outside_of_mesh()
     def restore(self, checkpoint: str | Path | Checkpoint, *, step: int | str = "latest", only: str | None = None) -> State:
         """The state of a checkpoint that `fit` wrote, laid out for this trainer's mesh and layout. Nothing in the folder is changed.
 
@@ -234,6 +237,7 @@ class Trainer:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
         return state
 
+    @outside_of_mesh()
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
         """The state of a step, and in words what of the codecs' memory did not fit."""
         with reader.naming_errors(step):
@@ -247,11 +251,13 @@ class Trainer:
         """How the state keeps parameters, for a checkpoint; None where it does as the model has them."""
         return None if self._placed.packing is None else packing_meta(self._placed.packing)
 
+    @outside_of_mesh()
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
         check_alive(state)
         return self._placed.model.rebuild(state.variables)
 
+    @outside_of_mesh()
     def prepare(self, sample: Tree) -> tuple[Program, Placer]:
         """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
         if self._program is None or self._placer is None:
@@ -264,6 +270,7 @@ class Trainer:
         resolved = self.resolved
         return Placer(self.mesh, resolved.batch_spec, resolved.data_axes, program.rows, pad=pad, workers=workers)
 
+    @outside_of_mesh()
     def place(self, batch: Tree) -> Batch:
         """A host batch on the mesh. Buffers are copied, so they may be reused at once."""
         batch = as_arrays(batch, "the batch")
@@ -276,6 +283,7 @@ class Trainer:
         check_matches(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
+    @outside_of_mesh()
     def step(self, state: State, batch: Tree | Batch) -> tuple[State, Metrics]:
         """One update. `state` is consumed; use the one returned.
 
@@ -337,6 +345,7 @@ class Trainer:
                     count += 1
                     yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
 
+    @outside_of_mesh()
     def averaged(self, state: State) -> State:
         """The state with the average of the weights, which `spmd.optimizers.average_weights` keeps, in place of the weights.
 
@@ -352,6 +361,7 @@ class Trainer:
         check_alive(state)
         return self._placed.averaged(state)
 
+    @outside_of_mesh()
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short.
 
@@ -362,6 +372,7 @@ class Trainer:
         """
         return self.measure(state, lambda batch: False, data=data, batch_size=batch_size) or {}
 
+    @outside_of_mesh()
     def measure(
         self, state: State, stops: Callable[[int], bool], data: Any, *, batch_size: int | None = None, retries: int = 0
     ) -> dict[str, float] | None:
@@ -375,10 +386,12 @@ class Trainer:
         with watchdog.current().in_phase("eval"):
             return measured(program, placer, state, batches, stops)
 
+    @outside_of_mesh()
     def measure_averaged(self, state: State, stops: Callable[[int], bool], data: Any, *, retries: int = 0) -> dict[str, float] | None:
         """As `measure`, of the average of the weights."""
         return self.measure(self.averaged(state), stops, data, retries=retries)
 
+    @outside_of_mesh()
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""
         return self._evaluation(self._eval_source(data, None).sample())[0].eval_names
@@ -397,6 +410,7 @@ class Trainer:
             return as_source(data, batch_size=rows, shuffle=False, seed=0, short_ok=True)
         return as_source(data, batch_size=batch_size, shuffle=None, seed=0, short_ok=True)
 
+    @outside_of_mesh()
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows, ...] on the host.
 

@@ -18,7 +18,7 @@ from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first_line, import_extra
 from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
 from spmd.inference.weights import Stored, Writer, dequantize, quantize, should_quantize, stored_shape
-from spmd.mesh import MeshSpec
+from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.run.manifest import write_manifest
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
@@ -62,6 +62,7 @@ class ExportReport:
         return "\n".join(lines)
 
 
+@outside_of_mesh()
 def export(
     trainer: Trainer,
     state: State,

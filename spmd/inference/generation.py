@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.errors import DataError, OptionError, check_integer, short_repr, type_name
 from spmd.inference.forward import to_host
 from spmd.layout.schema import Layout
-from spmd.mesh import make_mesh
+from spmd.mesh import make_mesh, outside_of_mesh
 from spmd.models.base import Call, Model, Variables
 from spmd.models.frozen import is_quantized
 from spmd.models.wrap import wrap
@@ -266,6 +266,7 @@ class Generator:
         return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
 
 
+@outside_of_mesh()
 def generate(
     model: Any,
     tokens: Any,

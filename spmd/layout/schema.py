@@ -1,11 +1,11 @@
 """What a layout says: frozen dataclasses. `toml_reader.py` and `toml_writer.py` convert them, `resolve.py` applies them to a model."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, type_name, with_article
+from spmd.errors import OptionError, short_repr, type_name, with_article
 from spmd.fields import as_rules, names
 from spmd.layout.compiler import Compiler
 from spmd.layout.gradients import Gradients
@@ -118,7 +118,7 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every array lives and how gradients are reduced.
+    """Where every array lives and how gradients are reduced. `mesh` and `axes` may be given as dicts.
 
     Example:
       >>> layout = Layout(params=(Rule("**/kernel", (None, "model")),), name="mine")
@@ -158,6 +158,12 @@ class Layout:
                 raise OptionError(f"Layout: {field.name}={value!r} is {type_name(value)}.", fix=fix)
         for name, kind in (("params", Rule), ("activations", Rule), ("precision", Precision), ("adapters", Adapter)):
             as_rules(self, name, kind)
+        for name, example in (("mesh", '{"data": 4, "model": 2}'), ("axes", '{"heads": "model"}')):
+            value = getattr(self, name)
+            pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+            if not isinstance(pairs, tuple | list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+                raise OptionError(f"Layout: {name}={short_repr(value)} is {type_name(value)}.", fix=f"such as {name}={example}.")
+            object.__setattr__(self, name, tuple(map(tuple, pairs)))
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":

@@ -18,7 +18,7 @@ from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Attention, Layout
-from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.mesh import MeshSpec, abstract_mesh, outside_of_mesh
 from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats, with_fused_attention
 from spmd.planner.compile import check_timeout, compiler_of
 from spmd.planner.compiler_search import TUNED, tune, why_not_tuned
@@ -35,6 +35,7 @@ from spmd.tree import Tree, abstract, format_bytes
 COMPILES_PER_MESH = 4  # programs for each larger mesh, if nothing fits
 
 
+@outside_of_mesh()
 def search(
     model: Any,
     batch: Tree,

@@ -8,7 +8,7 @@ from typing import Any
 from spmd.deprecated import warn
 from spmd.errors import MeshError
 from spmd.layout.schema import Layout
-from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.mesh import MeshSpec, abstract_mesh, outside_of_mesh
 from spmd.planner.compile import check_timeout, compiler_of
 from spmd.planner.drawings import array_drawing
 from spmd.planner.html_report import fragment, page
@@ -150,6 +150,7 @@ class Plan(PlanData):
         return to_json(self, **more)
 
 
+@outside_of_mesh()
 def plan(
     model: Any,
     batch: Tree,

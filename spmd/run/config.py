@@ -15,6 +15,7 @@ from spmd.run.memory_checkpoint import MemoryCheckpoints
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.schedule import RunSchedule
 from spmd.run.time_account import TimeAccount
+from spmd.run.work import Work
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
 
@@ -45,6 +46,7 @@ class LoopConfig:
     steps_per_call: int = 1
     memory: MemoryCheckpoints | None = None
     data_retries: int = 0
+    work: Work = dataclasses.field(default_factory=Work)
 
 
 @dataclasses.dataclass(frozen=True)

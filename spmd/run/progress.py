@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from spmd.errors import OptionError, short_repr
 from spmd.render.sparkline import MOST, panel, spark
+from spmd.run.work import UNKNOWN, Work, peak_memory
 from spmd.tree import format_bytes
 
 REFRESH_SECONDS = 0.2  # between two redraws
 NOTEBOOK_WIDTH = 200  # characters per line; the page wraps them
 BAR_WIDTHS = ((120, 24), (70, 10), (0, 4))  # (minimum width of the console, width of the bar)
 TIME_WIDTH = 12  # characters of the remaining time and the gaps between columns
+WAITING_SHOWN = 0.1  # share of time
 LOG_SECONDS = 5.0  # between two lines of a log
 
 PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
@@ -36,6 +36,7 @@ class Progress:
     def __init__(self, console: Any, period: float):
         self._console, self._period, self._total = console, period, None
         self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
+        self._waited, self._waiting = 0.0, 0.0  # seconds so far, and the share of the time since the last redraw
         self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
 
     def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
@@ -47,20 +48,28 @@ class Progress:
         """Whether it is time to redraw."""
         return time.monotonic() >= self._next
 
-    def update(self, step: int, epoch: int, metrics: dict[str, float], samples: int) -> None:
-        """Redraw; `samples` is the number of examples since the start."""
+    def update(self, step: int, epoch: int, metrics: dict[str, float], samples: int, work: Work = UNKNOWN, waited: float = 0.0) -> None:
+        """Redraw; `samples` is the number of examples since the start, `waited` the seconds of waiting for data since then."""
         now = time.monotonic()
         self._next = now + self._period
         if now > self._since and samples > self._seen:
             rate = (samples - self._seen) / (now - self._since)
             self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
-        self._seen, self._since = samples, now
+            self._waiting = min(max(waited - self._waited, 0.0) / (now - self._since), 1.0)
+        self._seen, self._since, self._waited = samples, now, waited
         numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:
             self._losses = dict(list(self._losses.items())[::2])
         curve = [spark(list(self._losses.values()))] if len(self._losses) > 1 else []
-        self._draw(step, [f"epoch {epoch + 1}", *numbers, f"{self._rate:,.0f} samples/s", *_memory(), *curve])
+        self._draw(step, [f"epoch {epoch + 1}", *numbers, *self._speed(work), *_memory(), *curve])
+
+    def _speed(self, work: Work) -> list[str]:
+        """Tokens per second of text, else samples; MFU; and the share of time spent waiting for data, if it is worth a look."""
+        rates = work.rates(self._rate)
+        parts = [f"{rates['tokens_per_second']:,.0f} tokens/s" if work.tokens else f"{self._rate:,.0f} samples/s"]
+        parts += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
+        return [*parts, f"{self._waiting:.0%} waiting for data"] if self._waiting >= WAITING_SHOWN else parts
 
     def show(self, step: int, parts: Sequence[str]) -> None:
         """Redraw with other texts than those of a training step."""
@@ -172,7 +181,7 @@ def _join_fitting(parts: Sequence[str], width: int) -> str:
 
 def _memory() -> list[str]:
     """The peak memory of this process's devices, as far as they report it."""
-    peak = max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()), default=0)
+    peak = peak_memory()
     return [f"{format_bytes(peak)} per device"] if peak else []
 
 

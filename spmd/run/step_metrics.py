@@ -9,6 +9,7 @@ from spmd.run.callbacks import Info, ReadOnlyMetrics, check_first_loss, notify, 
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
 from spmd.run.loggers import write_record
+from spmd.run.work import peak_memory
 from spmd.train.metrics import IN_FLIGHT, fetch, means
 
 
@@ -83,19 +84,22 @@ class StepMetrics:
         """Update the progress display."""
         if self._newest is not None:
             step, epoch = self._newest_step
-            self._config.progress.update(step, epoch, {**self._means(self._newest), **self._run.evaluated}, self._samples)
+            metrics = {**self._means(self._newest), **self._run.evaluated}
+            self._config.progress.update(step, epoch, metrics, self._samples, self._config.work, self._run.account.waited)
 
     def log(self) -> None:
         """Log the means since the last record; the last record of a run may cover fewer steps."""
         step, epoch = self._newest_step
         if self._window[1].any():
-            rates = self._run.account.rates(step, self._samples)
+            rates = self._run.account.rates(step, self._samples, self._config.work)
+            memory = peak_memory()
             record = {
                 "step": step,
                 "epoch": epoch,
                 **self._means(self._window),
                 **self._config.program.static_metrics.at(step - 1),
                 **rates,
+                **({"peak_memory": memory} if memory else {}),
             }
             write_record(self._config.loggers, record)
             self._window = np.zeros_like(self._window)

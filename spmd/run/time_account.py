@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import attempt_times, was_requeued, was_restarted
 from spmd.run.goodput import DOWN, REPEATED, STARTING, TRAINING, WAITING, Goodput, Timeline
+from spmd.run.work import UNKNOWN, Work
 from spmd.user_paths import explain_os_error
 
 FILE, PAGE = "goodput.json", "goodput.html"
@@ -146,14 +147,15 @@ class TimeAccount:
         """The account's clock."""
         return self._clock()
 
-    def rates(self, step: int, samples: int) -> dict[str, float]:
-        """Steps and samples per second, the share of time spent waiting for data, all since the last record; and goodput.
+    def rates(self, step: int, samples: int, work: Work = UNKNOWN) -> dict[str, float]:
+        """Steps, samples and tokens per second, MFU, the share of time spent waiting for data, all since the last record; and goodput.
 
         Waiting idles a device only if reading a batch takes longer than a step.
 
         Args:
           step: steps so far.
           samples: examples so far, over all processes.
+          work: what an example is for the devices.
         """
         goodput, now, previous = self.goodput, self._clock(), self._last_record
         self._last_record = (step, now, samples, self.waited)
@@ -165,6 +167,7 @@ class TimeAccount:
         return {
             "steps_per_second": round((step - previous[0]) / seconds, 3),
             "samples_per_second": round((samples - previous[2]) / seconds, 1),
+            **work.rates((samples - previous[2]) / seconds),
             "data_wait": round(min(max(self.waited - previous[3], 0.0) / seconds, 1.0), 3),
             "goodput": round(goodput.share(TRAINING), 3),
         }

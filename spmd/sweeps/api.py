@@ -19,7 +19,7 @@ from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
 from spmd.errors import DataError, MeshError, OptionError, SpmdError, check_integer, did_you_mean
 from spmd.layout.schema import Layout
-from spmd.mesh import MeshSpec, make_mesh
+from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.program_cache.activate import use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
@@ -42,6 +42,7 @@ from spmd.train.state import checksums
 
 
 @interruptible()
+@outside_of_mesh()
 def sweep(
     make_model: Callable[..., Any],
     data: Any,

@@ -16,7 +16,8 @@ from spmd.train.metrics import PerExample, Sums, as_sum
 from spmd.tree import describe, flatten
 
 LOSS = "loss"
-RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error")  # names that a step's own metrics have
+RATES = ("steps_per_second", "samples_per_second", "tokens_per_second", "mfu", "peak_memory", "data_wait", "goodput")  # of log records
+RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error", *RATES)  # names that a step's other numbers have
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,3 +194,15 @@ def test_import_key_is_rejected():
 def test_to_toml():
     layout = spmd.Layout(params=(spmd.Rule("**/kernel", (None, "model")),), gradients=spmd.Gradients("all_reduce"))
     assert layout.to_toml() == '[[params]]\npath = "**/kernel"\nspec = ["-", "model"]\n\n[gradients]\nreduction = "all_reduce"\n'
+
+
+def test_dicts_of_axes_in_code():
+    given = spmd.Layout(mesh={"data": -1, "model": 2}, axes={"heads": "model", "embed": None})
+    assert given == spmd.Layout(mesh=(("data", -1), ("model", 2)), axes=(("heads", "model"), ("embed", None)))
+
+
+@pytest.mark.parametrize("value", ["data=8", 8, [1, 2], ["ab", "cde"]])
+@pytest.mark.parametrize("name", ["mesh", "axes"])
+def test_axes_that_are_no_pairs_are_refused(name, value):
+    with pytest.raises(spmd.errors.OptionError, match=rf"Layout: {name}=.* is .*\.\n    fix: such as {name}="):
+        spmd.Layout(**{name: value})

@@ -1,0 +1,135 @@
+"""Tokens per second, model FLOPs utilization, memory and waiting for data, in log records and in the display."""
+
+import io
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+import spmd
+import spmd.api
+from spmd.planner import target
+from spmd.run import step_metrics
+from spmd.run.progress import make_progress
+from spmd.run.work import Work, peak_memory, tokens_per_row
+from spmd.train.objective import RATES, RESERVED
+
+VOCABULARY, LENGTH = 11, 6
+
+
+class Memory:
+    """Keeps the records."""
+
+    def __init__(self):
+        self.records = []
+
+    def write(self, record):
+        self.records.append(record)
+
+    def close(self):
+        pass
+
+
+def model():
+    """Logits of the next token from an embedding: one product of 8 x VOCABULARY for each token."""
+
+    def init(key):
+        return {"embed": jnp.full((VOCABULARY, 8), 0.1), "head": jnp.full((8, VOCABULARY), 0.1)}
+
+    return spmd.FunctionalModel(init, lambda params, tokens: params["embed"][tokens] @ params["head"])
+
+
+def text(rows=16):
+    return np.arange(rows * LENGTH).reshape(rows, LENGTH).astype("int32") % VOCABULARY
+
+
+def trained(log, data=None, **options):
+    data = {"tokens": text(), "targets": text()} if data is None else data
+    given = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "batch_size": 8, "steps": 12, "log_every": 2}
+    return spmd.fit(model(), data, loggers=[log], **{**given, **options})
+
+
+def test_records_have_tokens_per_second():
+    log = Memory()
+    trained(log, layout="fsdp", mesh={"data": 8})
+    records = [record for record in log.records if "samples_per_second" in record]
+    assert records
+    for record in records:
+        assert record["tokens_per_second"] == pytest.approx(LENGTH * record["samples_per_second"], abs=0.5 * LENGTH)
+        assert "mfu" not in record and "peak_memory" not in record  # of a CPU
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_mfu_is_the_models_flops_over_the_peak_of_all_devices(monkeypatch, precision):
+    h100 = target.load("h100")
+    monkeypatch.setattr(spmd.api, "of_device", lambda kind: h100)
+    monkeypatch.setattr(step_metrics, "peak_memory", lambda: 7)
+    works, log = [], Memory()
+    monkeypatch.setattr(spmd.api, "LoopConfig", lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts))
+    trained(log, layout="fsdp", mesh={"data": 8}, precision=precision)
+    (work,) = works
+    assert work.peak == 8 * h100.flops[precision]
+    assert work.flops == 3 * 2 * LENGTH * 8 * VOCABULARY  # a backward pass takes twice as many as the forward pass
+    assert work.rates(work.peak / work.flops)["mfu"] == 1.0
+    last = log.records[-1]
+    assert last["mfu"] == pytest.approx(last["samples_per_second"] * work.flops / work.peak, abs=1e-4) and last["peak_memory"] == 7
+
+
+def test_without_a_peak_flops_are_not_counted():
+    def fail():
+        raise AssertionError("counted")
+
+    assert Work(tokens=4, count_flops=fail).rates(2.0) == {"tokens_per_second": 8.0}
+    assert Work().rates(2.0) == {}
+
+
+TOKENS, IMAGES, LABELS = np.zeros((8, 5), "int32"), np.zeros((8, 5), "float32"), np.zeros(8, "int32")
+BATCHES = {
+    "a dict of tokens and targets": ({"tokens": TOKENS, "targets": TOKENS}, 5),
+    "a dict of tokens and labels": ({"input_ids": TOKENS, "label": LABELS}, 5),
+    "a pair of texts": ((TOKENS, TOKENS), 5),
+    "integers with one label": ((TOKENS, LABELS), 0),
+    "images": ({"image": IMAGES, "label": LABELS}, 0),
+}
+
+
+@pytest.mark.parametrize(("sample", "tokens"), BATCHES.values(), ids=BATCHES.keys())
+def test_rows_of_text_are_known(sample, tokens):
+    class Placed:
+        objective = type("Objective", (), {"loss": spmd.losses.cross_entropy})
+
+    program = type("Program", (), {"placed": Placed, "sample": sample})
+    assert tokens_per_row(program) == tokens
+    Placed.objective.loss = lambda model, batch: 0.0  # which does not say what its inputs are
+    assert tokens_per_row(program) == (tokens if isinstance(sample, dict) else 0)
+
+
+def test_the_display_shows_them(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(spmd.run.progress.time, "monotonic", lambda: now[0])
+    made = Console(file=io.StringIO(), force_terminal=True, width=150)
+    monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
+    monkeypatch.setattr(spmd.run.progress, "peak_memory", lambda: 3 << 30)
+    display = make_progress("auto")
+    display.start(0, 40)
+    work = Work(tokens=100, peak=1e6, count_flops=lambda: 1e4)
+    for step, waited in ((10, 0.5), (20, 4.5)):
+        now[0] += 10.0
+        display.update(step, 0, {"loss": 1.0}, 32 * step, work, waited)
+    display.close()
+    first, second = dict.fromkeys(line for line in re.findall(r"epoch 1[^\r\n\x1b]*", made.file.getvalue()))
+    assert "3,200 tokens/s  MFU 32.0%" in first and "waiting" not in first and "samples/s" not in first
+    assert "40% waiting for data  3.0 GiB per device" in second
+
+
+def test_no_metric_may_have_the_name_of_a_rate():
+    assert {*RATES} <= {*RESERVED}
+    with pytest.raises(spmd.SpmdError, match=r'metric "mfu" must be a function .*, under another name'):
+        trained(Memory(), metrics={"mfu": spmd.metrics.accuracy})
+
+
+def test_a_cpu_reports_no_memory():
+    assert peak_memory() == 0

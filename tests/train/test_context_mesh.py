@@ -1,0 +1,98 @@
+"""A mesh that is set with `jax.set_mesh` around the library: it is the default, and the layout says where arrays are."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+import spmd
+
+ROWS = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+DATA = {"x": ROWS, "label": (np.arange(32) % 10).astype("int32")}
+OPTIONS = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2)}
+TYPES = pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+
+
+class Net(nnx.Module):
+    """One hidden layer, whose kernel names a mesh axis."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "data"))
+        self.hidden, self.out = nnx.Linear(16, 64, kernel_init=kernel, rngs=rngs), nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def a_mesh(types, **sizes):
+    sizes = sizes or {"data": 8}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(types,) * len(sizes))
+
+
+def losses(model, **options):
+    return spmd.fit(model, DATA, batch_size=16, steps=4, progress=False, **OPTIONS, **options).history["loss"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return losses(lambda: Net(nnx.Rngs(0)), layout="fsdp")
+
+
+@TYPES
+def test_a_model_made_under_the_mesh_trains_as_any(expected, types):
+    with jax.set_mesh(a_mesh(types)):
+        model = Net(nnx.Rngs(0))
+        assert model.hidden.kernel.sharding.mesh.axis_types == (types,)  # so it is the mesh's
+        assert losses(model, layout="fsdp") == expected
+        assert jax.sharding.get_mesh().axis_types == (types,)  # as it was
+
+
+@TYPES
+def test_an_own_loop(expected, types):
+    with jax.set_mesh(a_mesh(types)):
+        trainer = spmd.Trainer(Net(nnx.Rngs(0)), layout="fsdp", **OPTIONS)
+        state, found = trainer.init(), []
+        for info in trainer.steps(DATA, batch_size=16, epochs=2, state=state):
+            found.append(info.metrics["loss"])
+            state = info.state
+        outputs = trainer.predict(state, ROWS)
+        measured = trainer.evaluate(state, DATA, batch_size=16)
+        assert isinstance(trainer.rebuild(state), Net)
+    assert found == expected
+    logits = np.asarray(outputs)
+    wanted = np.log(np.exp(logits).sum(-1)) - logits[np.arange(32), DATA["label"]]
+    assert measured["loss"] == pytest.approx(wanted.mean(), rel=1e-5)
+
+
+def test_it_is_the_default_mesh():
+    with jax.set_mesh(a_mesh(AxisType.Explicit, data=2, model=4)):
+        trainer = spmd.Trainer(lambda: Net(nnx.Rngs(0)), layout=spmd.Layout(axes={"data": "model"}), **OPTIONS)
+        assert dict(trainer.mesh.shape) == {"data": 2, "model": 4} and trainer.mesh.axis_types == (AxisType.Auto,) * 2
+        assert trainer.init().params["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "model")
+        other = spmd.Trainer(lambda: Net(nnx.Rngs(0)), layout="fsdp", mesh="data=8", **OPTIONS)
+        assert dict(other.mesh.shape) == {"data": 8}  # of two, the one that is given
+
+
+def test_a_plan_is_for_its_target():
+    batch = {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "label": jax.ShapeDtypeStruct((16,), "int32")}
+    with jax.set_mesh(a_mesh(AxisType.Explicit, data=2, model=4)):
+        plan = spmd.plan(lambda: Net(nnx.Rngs(0)), batch, target="4xcpu", layout="fsdp", **OPTIONS)
+    assert plan.cluster.count == 4
+
+
+def test_an_error_leaves_the_mesh_set():
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        with pytest.raises(spmd.SpmdError):
+            losses(lambda: Net(nnx.Rngs(0)), layout="no such layout")
+        assert jax.sharding.get_mesh().axis_names == ("data",)
+
+
+def test_a_sweep_has_axes_of_its_own():
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        found = spmd.sweep(
+            lambda: Net(nnx.Rngs(0)), DATA, space={"learning_rate": [1e-2, 1e-3]}, loss=spmd.losses.cross_entropy, optimizer=optax.adam,
+            search="grid", batch_size=16, steps=2, progress=False,
+        )  # fmt: skip
+    assert len(found.trials) == 2
