@@ -271,7 +271,8 @@ def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any
     if not _keeps_layers(name, params, equation.invars, equation.outvars[0], before, after):
         raise DependentLayersError
     resized = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(name)
-    return params if resized is None else params | {resized: _with_one(params[resized], after[0])}
+    dim = after[0]
+    return params if resized is None or dim is None else params | {resized: _with_one(params[resized], dim)}
 
 
 def _is_jaxpr(part: Any) -> bool:
