@@ -303,9 +303,22 @@ MIXING = {  # between two products
 }
 
 
-@pytest.mark.parametrize("rule", MIXING.values(), ids=MIXING)
-def test_what_mixes_layers_equals_one_device(rule):
-    """Never a layer alone, whatever joins it with others."""
+FACTORS = {  # of each layer
+    "qr": lambda h: jnp.linalg.qr(h + 40 * jnp.eye(16))[0],
+    "svd": lambda h: jnp.linalg.svd(h, compute_uv=False)[..., None, :] * h,
+    "cholesky": lambda h: jnp.linalg.cholesky(h @ jnp.swapaxes(h, -1, -2) + 20 * jnp.eye(16)),
+    "triangular": lambda h: jax.lax.linalg.triangular_solve(h + 40 * jnp.eye(16), h),
+    "root": lambda h: jax.lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, c[1] @ c[1] / 9), (0, h / 9))[1],
+    "norm": lambda h: h / jnp.linalg.norm(h, axis=(-2, -1), keepdims=True),
+    "symmetric": lambda h: h + h.mT,
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "matrices"), [(rule, 4) for rule in FACTORS.values()] + [(rule, 1) for rule in MIXING.values()], ids=[*FACTORS, *MIXING]
+)
+def test_layers_are_apart_where_no_equation_joins_them(rule, matrices):
+    """And the update is that of one device, whatever joins them."""
 
     def update(grads, state, params=None):
         return {"stack": rule(grads["stack"] @ grads["stack"]) @ grads["stack"]}, state
@@ -316,7 +329,7 @@ def test_what_mixes_layers_equals_one_device(rule):
     by_owners = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
     updates, wanted = jax.jit(by_owners)(grads, (), grads)[0]["stack"], update(grads, ())[0]["stack"]
     np.testing.assert_allclose(updates, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-    assert [group.matrices for group in groups] == [1]
+    assert [group.matrices for group in groups] == [matrices]
 
 
 def test_state_of_matrices_is_sharded():
