@@ -252,7 +252,7 @@ class _Program:
         if self.groups is not None:
             self.groups.append(_group(members, self.mesh))
 
-        def run(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
+        def update(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
             specs = [[pspec(first.specs[number])] * len(members) for number in own], [pspec(())] * len(shared)
             after = [[pspec(spec)] * len(members) for spec in first.specs[len(first.region.inputs) :]]
             local = _local_update(first, own, [member.held(self.mesh) for member in members])
@@ -260,7 +260,7 @@ class _Program:
                 return shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=after, axis_names=self.mesh.axis_names)(arrays, shared)
 
         shapes = jax.tree.map(lambda x: _shaped(x.aval, x.aval.shape), (arrays, shared))
-        [equation] = jax.make_jaxpr(jax.jit(run))(*shapes).eqns
+        [equation] = jax.make_jaxpr(jax.jit(update))(*shapes).eqns
         outputs = [member.region.outputs[number] for number in range(len(first.region.outputs)) for member in members]
         return equation.replace(invars=[*jax.tree.leaves(arrays), *shared], outvars=outputs)
 
