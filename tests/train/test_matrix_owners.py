@@ -520,3 +520,5 @@ def test_unknown_owner(golden):
     with pytest.raises(LayoutError) as caught:
         loads('[optimizer]\nmatrices = "owners"\n', "mine.toml")
     golden("matrices_unknown", str(caught.value))
+    with pytest.raises(LayoutError, match="no optimizer.matrices"):
+        spmd.Layout.load(spmd.Layout(optimizer=spmd.OptimizerState(matrices="owners")))
