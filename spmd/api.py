@@ -27,6 +27,7 @@ from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mea
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
+from spmd.planner.auto_layout import AUTO, auto_layout, check_auto
 from spmd.planner.memory_check import check_step_memory
 from spmd.planner.model_flops import model_flops, trace_model
 from spmd.planner.target import of_device
@@ -171,7 +172,8 @@ def fit(
         its own size, as a second compiled program.
       optimizer: an optax gradient transformation; it sees full arrays, so clipping by global norm is global.
       mesh: "data=4,model=2", a dict, a jax `Mesh`, or None: the layout's own mesh, or every device on `data`.
-      layout: a shipped name (`spmd layouts` lists them), a path to a TOML file, or a `Layout`.
+      layout: a shipped name (`spmd layouts` lists them), a path to a TOML file, or a `Layout`; or "auto": the fastest that `spmd.search`
+        finds in 12 programs for the devices that are here, with its mesh and microbatches. It is kept as `layout.toml` in the run's folder.
       batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
       epochs, steps: the length of the run; give one of them, or neither for one epoch.
       eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
@@ -227,15 +229,22 @@ def fit(
         shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
     before = compilations()
     options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
+    source_data = data.arrays if isinstance(data, Resident) else data
+    reader, display = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed), make_progress(progress)
+    chosen = None  # the text of a layout that was searched
+    if isinstance(layout, str) and layout == AUTO:
+        check_auto(mesh, accumulate)
+        saved = None if config is None or not (wants_resume(resume) or was_restarted()) else Path(config.path) / "layout.toml"
+        step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
+        layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
+        (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
     )
     trainer.placed.compiling = functools.partial(account, COMPILING)
-    source_data = data.arrays if isinstance(data, Resident) else data
-    reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     measure = trainer.measure_averaged if eval_average else trainer.measure
-    hooks, outputs, display = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
+    hooks, outputs = as_callbacks(callbacks), check_loggers(loggers)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
@@ -252,7 +261,7 @@ def fit(
             check_replicas(start_point.state, "before the first step")
         lengths = {"batch_size": program.rows, "epochs": schedule.epochs, "steps": schedule.steps, "log_every": log_every}
         describe = functools.partial(_facts, store, trainer, meta, start_point, lengths, resumes=resumes)
-        outputs, display = _outputs(store, trainer, outputs, display, start_point, room, describe, resumes=resumes)
+        outputs, display = _outputs(store, trainer, outputs, display, start_point, room, describe, chosen, resumes=resumes)
         loop_config = LoopConfig(
             program=program,
             source=reader,
@@ -399,6 +408,7 @@ def _outputs(
     start_point: StartPoint,
     room: str | None,
     describe: Callable[[], RunFacts],
+    chosen: str | None,
     *,
     resumes: bool,
 ) -> tuple[list[Logger], Any]:
@@ -408,7 +418,7 @@ def _outputs(
     began_before = resumes and store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
         with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
-            (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
+            (store.folder / "layout.toml").write_text(chosen or trainer.layout.to_toml(), encoding="utf-8")
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
     if store is not None and not resumes:
         (store.folder / ID_FILE).unlink(missing_ok=True)  # of an abandoned run, which a tracker that is added later would find

@@ -56,6 +56,8 @@ def load(source: str | Path | Layout) -> Layout:
         fix = f"a path to a TOML file, a spmd.Layout, or one of the shipped: {', '.join(shipped())}."
         raise LayoutError(f"layout={short_repr(source)} is {type_name(source)}.", fix=fix)
     known, path = shipped(), Path(source)
+    if source == "auto":
+        raise LayoutError('layout="auto" is chosen by fit, which knows the batch.', fix="spmd.search(model, batch, ...).layout.")
     if str(source) in known:
         path = known[str(source)]
     elif path.suffix != ".toml" and not os.path.isfile(path):

@@ -27,6 +27,7 @@ from spmd.planner.memory import usable_memory
 from spmd.planner.plan_data import build_plan
 from spmd.planner.planning import Plan
 from spmd.planner.search_result import Reason, Search
+from spmd.planner.structure import without_names
 from spmd.planner.target import LARGEST, MIN_SAVING, Cluster
 from spmd.planner.text_report import seconds
 from spmd.train.model_setup import PlacedModel, TrainConfig
@@ -97,6 +98,8 @@ def search(
     if candidates in ("exact", "all") and alone.layout.attention.implementation is not None:
         layouts, same = with_fused_attention(layouts)
         left_out |= same
+    if candidates in ("exact", "all"):
+        layouts = without_names(layouts, alone.program)
     space = CandidateSpace(layouts, remats(alone.program.placed), cluster.count, rows)
     deadline = math.inf if max_seconds is None else started + max_seconds
     run = SearchRun(alone, cluster, space, timeout, say, deadline=deadline)

@@ -18,6 +18,7 @@ from spmd.tree import format_bytes
 from spmd.user_paths import output_path, write_text
 
 _FIGURES = re.compile(r"[\d.,e+]+ (?:[KMGT]?i?B|s|ms|us)\b")  # bytes and times, which differ between candidates rejected for one reason
+FOUND = "# Found by spmd.search"  # the first words of a file
 FRONT = "front: no other plan is as fast in less memory, or faster in as little (the Pareto front)"
 
 
@@ -120,7 +121,7 @@ class Search:
         arguments += f", accumulate={config.accumulate}" if config.accumulate > 1 else ""
         arguments += f', precision="{config.precision}"' if config.precision != "float32" else ""
         step = f"{seconds(best.period.seconds)} per step predicted, {best.memory.verdict}"
-        return f"# Found by spmd.search for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n{layout.to_toml()}"
+        return f"{FOUND} for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n{layout.to_toml()}"
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the best layout as a TOML file; its folder is made if it is not there.

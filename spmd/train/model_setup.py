@@ -122,7 +122,7 @@ class PlacedModel:
         other = PlacedModel(config, mesh, layout, self.platform, self.kernels, self._device_memory)
         other.learn(self._sample)
         if layout.adapters == self._layout.adapters:
-            other._adapted, other._traced, other._names = self._adapted, self._traced, self._names  # type: ignore[misc]  # as traced here
+            other._adapted, other._traced, other.axis_names = self._adapted, self._traced, self.axis_names  # type: ignore[misc]  # as traced here
         return other
 
     def learn(self, sample: Tree) -> None:
@@ -251,7 +251,8 @@ class PlacedModel:
         return variables
 
     @functools.cached_property
-    def _names(self) -> dict[str, tuple]:
+    def axis_names(self) -> dict[str, tuple]:
+        """The logical axis names of parameters that carry any, by path."""
         named = self._adapted.names(jax.random.key(0), self._run)  # flax takes PartitionSpec.UNCONSTRAINED among them
         return {path: tuple(name if isinstance(name, str | tuple) else None for name in names) for path, names in named.items()}
 
@@ -259,7 +260,7 @@ class PlacedModel:
     def _fitted(self) -> Resolved:
         params, mesh = flatten(self._traced.params), MeshSpec.parse(self.mesh)
         layout, kept = without_axes(self._layout, unused_axes(self._layout, mesh)), self.frozen.arrays(self._traced.params)
-        return fit_layout(layout, params, self._names, mesh, self._adapted.stacks(), kept)
+        return fit_layout(layout, params, self.axis_names, mesh, self._adapted.stacks(), kept)
 
     @functools.cached_property
     def resolved(self) -> Resolved:

@@ -317,7 +317,7 @@ FACTORS = {  # of each layer
 @pytest.mark.parametrize(
     ("rule", "matrices"), [(rule, 4) for rule in FACTORS.values()] + [(rule, 1) for rule in MIXING.values()], ids=[*FACTORS, *MIXING]
 )
-def test_layers_are_apart_where_no_equation_joins_them(rule, matrices):
+def test_layers_are_separate_where_no_equation_joins_them(rule, matrices):
     """And the update is that of one device, whatever joins them."""
 
     def update(grads, state, params=None):
@@ -520,5 +520,5 @@ def test_unknown_owner(golden):
     with pytest.raises(LayoutError) as caught:
         loads('[optimizer]\nmatrices = "owners"\n', "mine.toml")
     golden("matrices_unknown", str(caught.value))
-    with pytest.raises(LayoutError, match="no optimizer.matrices"):
+    with pytest.raises(LayoutError, match="no matrices"):
         spmd.Layout.load(spmd.Layout(optimizer=spmd.OptimizerState(matrices="owners")))

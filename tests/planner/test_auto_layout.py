@@ -1,0 +1,116 @@
+"""`fit(layout="auto")`: the layout that a search finds is printed, kept in the run's folder, and used again when the run resumes."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.errors import OptionError
+from spmd.planner import auto_layout
+from spmd.planner.auto_layout import devices_here
+from spmd.planner.structure import names_of
+
+ROWS = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+DATA = {"x": ROWS, "label": (np.arange(64) % 10).astype("int32")}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def fit(layout="auto", **options):
+    given = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2), "batch_size": 16, "steps": 4, "progress": False}
+    return spmd.fit(lambda: Net(nnx.Rngs(0)), DATA, layout=layout, **{**given, **options})
+
+
+@pytest.mark.system
+def test_a_run_and_its_resumed_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auto_layout, "COMPILES", 3)
+    first = fit(checkpoint=tmp_path)
+    layout = first.trainer.layout
+    mesh = ",".join(f"{name}={size}" for name, size in layout.mesh)
+    (said,) = (record.message for record in caplog.records if "auto" in record.message)
+    assert said.replace(", ", ",").startswith(f'layout="auto": {layout.name} on {mesh},reduction {layout.gradients.reduction}')
+    kept = tmp_path / "layout.toml"
+    assert kept.read_text().startswith("# Found by spmd.search for 1x8xcpu: ")
+    assert spmd.Layout.load(kept) == first.trainer.layout
+    monkeypatch.setattr(auto_layout, "search", lambda *given, **options: pytest.fail("searched again"))
+    again = fit(checkpoint=tmp_path, resume=True, steps=8)
+    assert again.trainer.layout == first.trainer.layout and int(again.state.step) == 8
+    assert kept.read_text().startswith("# Found by spmd.search for 1x8xcpu: ")
+    plain = fit(kept, steps=8)
+    np.testing.assert_array_equal(first.history["loss"] + again.history["loss"], plain.history["loss"])
+
+
+def test_a_number_of_microbatches_that_was_found_is_used_again(tmp_path):
+    kept = tmp_path / "layout.toml"
+    layout = spmd.Layout(name="layout", mesh={"data": 8})
+    kept.write_text(
+        f"# Found by spmd.search for 1x8xcpu: x\n# fit(..., layout=<this file>, batch_size=16, accumulate=2)\n\n{layout.to_toml()}"
+    )
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2), "saved": kept}
+    found = auto_layout.auto_layout(lambda: Net(nnx.Rngs(0)), DATA, **options)
+    assert found == (layout, 2, kept.read_text(), f'layout="auto": that of {kept}.')
+
+
+def test_a_file_for_other_devices_or_by_hand_is_searched_again(tmp_path, monkeypatch):
+    class Searched(Exception):
+        pass
+
+    def search(*given, **options):
+        raise Searched
+
+    monkeypatch.setattr(auto_layout, "search", search)
+    kept = tmp_path / "layout.toml"
+    for text in ("# Found by spmd.search\n[mesh]\ndata = 4\n", "[mesh]\ndata = 8\n"):
+        kept.write_text(text)
+        with pytest.raises(Searched):
+            auto_layout.auto_layout(lambda: Net(nnx.Rngs(0)), DATA, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), saved=kept)
+
+
+@pytest.mark.parametrize(("options", "what"), [({"mesh": "data=8"}, "mesh"), ({"accumulate": 2}, "accumulate")])
+def test_what_it_chooses_is_not_given(options, what):
+    with pytest.raises(OptionError, match=rf'layout="auto" chooses {what} as well\.\n    fix: leave {what} out, or name a layout\.'):
+        fit(**options)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(OptionError, match=r"searches in one process, and here are 2\.\n    fix: spmd search SCRIPT --target"):
+        auto_layout.check_auto(None, 1)
+
+
+def test_devices_that_no_target_describes(monkeypatch):
+    device = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA X1"})
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.raises(OptionError, match=r"no target describes NVIDIA X1\.\n    fix: spmd calibrate"):
+        devices_here()
+    device.device_kind = "NVIDIA H100 80GB HBM3"
+    assert str(devices_here()) == "1x1xh100"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: spmd.Layout.load("auto"), lambda: spmd.Trainer(Net, loss=max, optimizer=optax.sgd(1), layout="auto")]
+)
+def test_elsewhere_it_is_no_layout(make):
+    with pytest.raises(spmd.errors.LayoutError, match=r'layout="auto" is chosen by fit, .*\n    fix: spmd\.search'):
+        make()
+
+
+@pytest.mark.system
+def test_a_search_tries_rules_by_path_for_a_model_without_names():
+    batch = {key: jax.ShapeDtypeStruct((16, *x.shape[1:]), x.dtype) for key, x in DATA.items()}
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2), "target": "8xcpu"}
+    found = spmd.search(lambda: Net(nnx.Rngs(0)), batch, compiles=24, **options)
+    tried = {candidate.layout.name for candidate in (*dict(found.plans), *found.rejected)}
+    assert {"tensor_parallel_by_path", "fsdp_tensor_parallel_by_path"} <= tried and "tensor_parallel" not in tried
+    planned = [plan for candidate, plan in found.plans if candidate.layout.name == "tensor_parallel_by_path"]
+    assert planned and names_of(planned[0].program)["up/kernel"] == (None, "mlp")
+    assert {"data_parallel", "fsdp"} <= {candidate.layout.name for candidate in dict(found.plans)}
+    assert found.plans[0][1].period.seconds == min(plan.period.seconds for _, plan in found.plans)
