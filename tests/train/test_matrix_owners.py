@@ -173,7 +173,7 @@ def steps(trainer):
 CASES = [(optimizer, name) for optimizer in OPTIMIZERS for name in LAYOUTS]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("matrices", ["owner", "compiler"])
 @pytest.mark.parametrize(("optimizer", "name"), CASES, ids=[f"{optimizer}-{name}" for optimizer, name in CASES])
 def test_equals_one_device(optimizer, name, matrices):
