@@ -1,4 +1,4 @@
-"""Logical axis names for a model that carries none, from how its parameters are used: dims that are used together in the traced loss are one axis.
+"""Logical axis names for a model that carries none: dims of parameters that are used together in the traced loss are one axis.
 
 A dim of a kernel and the dim of the array that it multiplies are one axis, and so are the dims of what is added, reshaped or transposed.
 So the hidden dim of two layers of an MLP is one axis, which their kernels share, and the heads of attention are one, through scores and
@@ -22,7 +22,7 @@ from spmd.tree import flatten
 
 STREAM, HIDDEN, HEADS, VOCABULARY = "embed", "mlp", "heads", "vocab"  # names that shipped layouts have in their [axes]
 STREAM_MATRICES = 4  # that have the axis of most parameters, if they add to a stream; the hidden axis of an MLP has two or three
-LEAST_SIZE = 16  # of an axis other than heads: below, it is of classes or colours
+EVEN = 8  # devices that must divide an axis other than heads: few divide classes or colours
 
 Dims = tuple[int, ...]  # of an array: a number for each dim
 
@@ -36,6 +36,8 @@ class Axes:
         self._members: list[int] = []
         self.batches: set[int] = set()  # dims over which products run side by side, such as heads
         self.looked_up: set[int] = set()  # dims from which rows are taken, such as a vocabulary's
+        self.scored: set[int] = set()  # dims over which two activations are multiplied and summed, as queries and keys are
+        self.weights: set[int] = set()  # dims of parameters, and of what is computed of them alone
 
     def new(self, shape: Sequence[int]) -> Dims:
         """Dims of their own."""
@@ -83,6 +85,7 @@ def names_of(program: Program) -> dict[str, Names]:
     params = {**flatten(state.params), **flatten(state.frozen)}
     axes, jaxpr = Axes(), trace_model(program)
     inputs = [axes.new(variable.aval.shape) for variable in jaxpr.invars]
+    axes.weights = {dim for found in inputs[: len(params)] for dim in found}
     walk(axes, jaxpr, inputs)
     dims = {path: tuple(map(axes.find, found)) for path, found in zip(params, inputs, strict=False)}
     return name_axes(axes, dims, {path: leaf.size * leaf.dtype.itemsize for path, leaf in params.items()})
@@ -95,11 +98,9 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
     for path, found in matrices.items():
         for axis in {*found}:
             weights[axis] = weights.get(axis, 0) + sizes[path]
-    batches, looked_up = ({axes.find(dim) for dim in some} for some in (axes.batches, axes.looked_up))
-    even = (
-        axis for axis in weights if axes.gcd(axis) % 2 == 0 and axes.is_shared(axis) and (axes.gcd(axis) >= LEAST_SIZE or axis in batches)
-    )
-    ordered = sorted(even, key=lambda axis: (-weights[axis], axis))
+    batches, looked_up, scored = ({axes.find(dim) for dim in some} for some in (axes.batches, axes.looked_up, axes.scored))
+    even = (axis for axis in weights if axes.gcd(axis) % (2 if axis in batches else EVEN) == 0 and axes.is_shared(axis))
+    ordered = sorted((axis for axis in even if axis not in scored), key=lambda axis: (-weights[axis], axis))
 
     def separate(candidates: Iterable[int]) -> list[int]:
         """Axes of which no matrix has two; those of more bytes first."""
@@ -173,6 +174,8 @@ def walk(axes: Axes, jaxpr: Any, inputs: Sequence[Dims]) -> list[Dims]:
             results = [axes.new(variable.aval.shape) for variable in equation.outvars]
             rule = _RULES.get(equation.primitive.name, _elementwise)
             axes.join_all(rule(axes, equation, given, results))
+            if any(given) and axes.weights.issuperset(dim for dims in given for dim in dims):
+                axes.weights.update(dim for dims in results for dim in dims)
         known.update(zip(equation.outvars, results, strict=True))
     return [dims_of(variable) for variable in jaxpr.outvars]
 
@@ -262,7 +265,10 @@ def _dot(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> P
     for (left, right), kind in ((contracted, "sum"), (batches, "batch")):
         for one, other in zip(left, right, strict=True):
             yield given[0][one], given[1][other]
-            axes.batches |= {given[0][one]} if kind == "batch" else set()
+            if kind == "batch":
+                axes.batches.add(given[0][one])
+            elif axes.weights.isdisjoint((*given[0], *given[1])):
+                axes.scored.add(given[0][one])
     kept = [given[0][place] for place in batches[0]]
     for side in (0, 1):
         kept += [dim for place, dim in enumerate(given[side]) if place not in contracted[side] and place not in batches[side]]

@@ -161,10 +161,12 @@ def test_convolutions_share_channels():
     assert found["stem/kernel"][:2] == (None, None)  # heights and widths of kernels are no axes
 
 
-def test_one_head_of_keys_cannot_be_sharded():
+def test_one_head_of_keys_is_replicated():
     found = names_of(program(Transformer(kv=1), TEXT))
-    assert "heads" not in {name for names in found.values() for name in names}
-    assert found["block_0/gate/kernel"] == ("embed", "mlp")
+    for number in (0, 1):
+        assert found[f"block_{number}/attention/q/kernel"] == ("embed", "mlp", None)  # the heads of queries
+        assert found[f"block_{number}/attention/k/kernel"] == ("embed", None, None)  # not the width of a head, over which scores are summed
+        assert found[f"block_{number}/attention/out/kernel"] == ("mlp", "embed")
 
 
 def test_rules_are_one_line_for_all_blocks():
