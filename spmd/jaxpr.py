@@ -25,6 +25,13 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
             yield inner
 
 
+def closed_jaxprs(jaxpr: Any) -> Iterator[Any]:
+    """Every closed jaxpr that equations of a jaxpr run, at any depth."""
+    for equation in equations(jaxpr):
+        leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "consts"))
+        yield from (leaf for leaf in leaves if hasattr(leaf, "consts"))
+
+
 def scanned(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many inputs of a scan are constants, and how many are carried: numbers in jax 0.10, flat trees in 0.11."""
     if "ft_in" not in params:

@@ -200,6 +200,20 @@ def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh
     return tuple(full)
 
 
+def spread(shape: tuple[int, ...], sizes: Mapping[Entry, int]) -> Spec:
+    """A spec over as many of these entries as there are dims for: each in turn on the largest dim without one that its size divides.
+
+    >>> spread((8, 6, 4), {"data": 4, "model": 2}), spread((3, 4), {"data": 8, "model": 2})
+    (('data', 'model', None), (None, 'model'))
+    """
+    spec: list[Entry] = [None] * len(shape)
+    for entry, size in sizes.items():
+        free = [dim for dim, length in enumerate(shape) if spec[dim] is None and length and length % size == 0]
+        if size > 1 and free:
+            spec[max(free, key=lambda dim: shape[dim])] = entry
+    return tuple(spec)
+
+
 def keep_frozen(resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]) -> Resolved:
     """`resolved` with the placements of parameters that are not trained as `frozen`.
 

@@ -71,7 +71,12 @@ class Default:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerState:
-    """Mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or None.
+    """How the optimizer's state and work are shared by devices.
+
+    Attributes:
+      shard: mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or None.
+      matrices: who multiplies and factorizes matrices of parameters, as Muon and Shampoo do: "compiler", XLA's partitioner, or "owner",
+        one device for each matrix.
 
     Example:
       >>> Layout(optimizer=OptimizerState(shard="data")).optimizer.shard
@@ -79,6 +84,7 @@ class OptimizerState:
     """
 
     shard: str | None = None
+    matrices: str = "compiler"
 
 
 @dataclasses.dataclass(frozen=True)

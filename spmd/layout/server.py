@@ -1,7 +1,8 @@
-"""What a layout's `[parameter_server]` may not say beside its `[gradients]`."""
+"""What a layout's `[parameter_server]` and `[optimizer]` may not say beside its `[gradients]`."""
 
 from spmd.fields import Conflict
 from spmd.layout.gradients import Gradients
+from spmd.layout.schema import OptimizerState
 from spmd.wire.server.declaration import ParameterServer, declared_problems
 
 
@@ -18,6 +19,14 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
     elif server.local and gradients.diagnostics:
         conflicts.append(Conflict("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
     return conflicts
+
+
+def optimizer_problems(optimizer: OptimizerState, gradients: Gradients) -> list[Conflict]:
+    """What of `[optimizer]` does not go together with servers."""
+    if optimizer.matrices == "compiler" or gradients.reduction != "parameter_server":
+        return []
+    why = "the servers keep rows of all parameters, and they, or workers, update these on their own: no device has a matrix."
+    return [Conflict("matrices", why, '[gradients] reduction = "reduce_scatter", or "all_reduce".')]
 
 
 def _codec_problems(gradients: Gradients) -> list[Conflict]:

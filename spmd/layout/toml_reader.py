@@ -17,7 +17,7 @@ from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parall
 from spmd.layout.precision import PRODUCTS, Precision
 from spmd.layout.remat import Remat, remat_problems
 from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
-from spmd.layout.server import server_problems
+from spmd.layout.server import optimizer_problems, server_problems
 from spmd.layout.toml_tables import CHOICES as CHOICES, UNREGISTERED, Tables, is_number, register_hint, syntax_error
 from spmd.layout.toml_writer import dumps
 from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
@@ -117,6 +117,9 @@ class _Reader(Tables):
         pipeline = Pipeline(**self.fields(self.table(data, "pipeline"), "pipeline", Pipeline))
         sequence = Sequence(**self.fields(self.table(data, "sequence"), "sequence", Sequence))
         self.conflicts("pipeline", model_parallel_problems(pipeline, sequence))
+        optimizer = OptimizerState(**self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState))
+        gradients = self.gradients(self.table(data, "gradients"))
+        self.conflicts("optimizer", optimizer_problems(optimizer, gradients))
         return Layout(
             name=name,
             description=self.value(data, "", "description", "", str),
@@ -126,9 +129,9 @@ class _Reader(Tables):
             axes=self.axes(self.table(data, "axes")),
             activations=self.rules(data, "activations"),
             default=self.default(self.table(data, "default")),
-            optimizer=OptimizerState(**self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState)),
+            optimizer=optimizer,
             memory=Memory(**self.fields(self.table(data, "memory"), "memory", Memory)),
-            gradients=(gradients := self.gradients(self.table(data, "gradients"))),
+            gradients=gradients,
             parameter_server=self.parameter_server(self.table(data, "parameter_server"), gradients),
             remat=self.remat(self.table(data, "remat")),
             pipeline=pipeline,

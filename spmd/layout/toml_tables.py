@@ -29,6 +29,7 @@ CHOICES = {
     "sequence.order": ORDERS,
     "attention.implementation": IMPLEMENTATIONS,
     "memory.optimizer": ("device", "host"),
+    "optimizer.matrices": ("compiler", "owner"),
     "remat.save": SAVES,
     "train.frozen": FROZEN,
 }

@@ -8,7 +8,7 @@ import jax
 
 from spmd.errors import CompileError, OptionError, SpmdError, short_repr
 from spmd.layout.remat import Remat
-from spmd.layout.schema import Layout, OptimizerState
+from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
 from spmd.planner.candidates import microbatches, remat_level, remats, update_differences
 from spmd.planner.compiler_search import trials, why_not_tuned
@@ -298,7 +298,9 @@ def _layouts(plan: PlanData, cost: StepCost) -> Iterator[_Trial]:
     if axis in axes:
         default = dataclasses.replace(layout.default, params="replicate", max_replicated=None)
         gradients = dataclasses.replace(layout.gradients, reduction="reduce_scatter", gather="auto", accumulate="auto")
-        changed = dataclasses.replace(layout, default=default, optimizer=OptimizerState(axis), gradients=gradients)
+        changed = dataclasses.replace(
+            layout, default=default, optimizer=dataclasses.replace(layout.optimizer, shard=axis), gradients=gradients
+        )
         yield _Trial(f'[default] params = "replicate", [optimizer] shard = "{axis}"', {"layout": changed})
 
 

@@ -8,7 +8,7 @@ import jax
 
 from spmd.errors import SpmdError
 from spmd.layout.remat import Remat
-from spmd.layout.schema import Default, OptimizerState
+from spmd.layout.schema import Default
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import microbatches, remat_level, remats
 from spmd.planner.cudnn import cudnn_of
@@ -142,7 +142,7 @@ def shard_optimizer(plan: PlanData) -> _Changes:
     replicated = layout.default.params == "replicate" and layout.gradients.reduction in ("all_reduce", "compiler")
     if replicated and layout.data_axes() and layout.optimizer.shard is None:
         axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
-        layout = dataclasses.replace(layout, optimizer=OptimizerState(axis), gradients=gradients)
+        layout = dataclasses.replace(layout, optimizer=dataclasses.replace(layout.optimizer, shard=axis), gradients=gradients)
         yield f'[optimizer] shard = "{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 
@@ -151,7 +151,9 @@ def shard_parameters(plan: PlanData) -> _Changes:
     layout = plan.layout
     if layout.default.params == "replicate" and layout.data_axes() and layout.gradients.reduction != "parameter_server":
         axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
-        layout = dataclasses.replace(layout, optimizer=OptimizerState(), default=Default(f"shard:{axis}"), gradients=gradients)
+        layout = dataclasses.replace(
+            layout, optimizer=dataclasses.replace(layout.optimizer, shard=None), default=Default(f"shard:{axis}"), gradients=gradients
+        )
         yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 

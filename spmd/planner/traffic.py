@@ -16,12 +16,13 @@ from spmd.render.html import aligned, filled
 from spmd.tree import format_bytes
 from spmd.wire.comm_log import SENT
 
-PURPOSES = ("gradients", "parameters", "activations", "statistics", "metrics")
+PURPOSES = ("gradients", "parameters", "matrices", "activations", "statistics", "metrics")
 _SCOPES = {
     "gather_params": "parameters",
     "reduce_gradients": "gradients",
     "send": "gradients",
     "receive": "parameters",
+    "matrix_owners": "matrices",
     "stats": "statistics",
     "metrics": "metrics",
 }
@@ -33,7 +34,8 @@ class Transfer:
 
     Attributes:
       kind: as `spmd.wire.comm_log` calls it: all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute.
-      purpose: what is sent: gradients, parameters, activations, statistics (of batches), metrics.
+      purpose: what is sent: gradients, parameters, matrices (to the devices that update them), activations, statistics (of batches),
+        metrics.
       axes: the mesh axes of its groups; () if these are only parts of axes.
       group: devices in a group; `per_node` of them share a node, and `per_site` a site (all of them, if it is 0).
       arrays: its result on each device.

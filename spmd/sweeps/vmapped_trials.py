@@ -52,6 +52,9 @@ class VmappedTrials:
         if layout.memory.optimizer != "device":
             why = f"{layout.source}: [memory] keeps moments in the host's memory; a sweep keeps those of a chunk on the devices."
             raise LayoutError(why, fix='[memory] optimizer = "device".')
+        if layout.optimizer.matrices != "compiler":
+            why = f"{layout.source}: [optimizer] matrices gives each matrix to a device; in a sweep each updates all matrices of a trial."
+            raise LayoutError(why, fix="leave it out.")
         if jax.tree.leaves(placed.abstract_state.exchange):
             why = f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial."
             raise LayoutError(why, fix="[gradients] error_feedback = false, or a codec without state.")

@@ -38,6 +38,7 @@ from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import nan_causes
+from spmd.train.matrix_owners import owner_notes, update_by_owners
 from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import Columns, means, pack
 from spmd.train.model_setup import PlacedModel
@@ -104,6 +105,7 @@ class Program:
         self.sync, accumulation = choose_accumulation(placed, self.sync)
         self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self.notes += scale_notes(placed.abstract_state.opt)
+        self.notes += owner_notes(placed.optimizer, placed.abstract_state, placed.resolved, placed.mesh)
         self._loss_names = (LOSS, *extra)
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += skip_names(placed.abstract_state.opt)
@@ -192,7 +194,15 @@ class Program:
             split=split,
             parallel=self._parallel,
         )
-        return Step(worker, rule(exchange, placed.optimizer))
+        return Step(worker, rule(exchange, self._optimizer))
+
+    @functools.cached_property
+    def _optimizer(self) -> Any:
+        """The optimizer as the step calls it, on global arrays."""
+        placed = self.placed
+        if placed.resolved.layout.optimizer.matrices != "owner":
+            return placed.optimizer
+        return update_by_owners(placed.optimizer, placed.resolved, placed.mesh)
 
     def map_trials(self, run: Callable, *trees: Tree, vectorize: bool) -> Tree:
         """`run` on each entry along dim 0 of trees.

@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.errors import OptimizerError, OptionError, short_repr, type_name
 from spmd.layout.resolve import Resolved
 from spmd.models.base import Model, Variables
-from spmd.specs import pspec
+from spmd.specs import Spec, pspec
 from spmd.train.host_memory import HOST
+from spmd.train.matrix_owners import border_spec, param_within
 from spmd.tree import Tree, describe, flatten, path_of
 
 Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0
@@ -112,9 +113,14 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
             return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
         place = owner_of(path_of(keys), leaf, resolved)
         if place is None:
-            return replicated
+            return replicated if resolved.layout.optimizer.matrices == "compiler" else NamedSharding(mesh, pspec(spec_of(keys, leaf)))
         sharding = NamedSharding(mesh, pspec(place.state_spec))
         return sharding.with_memory_kind(HOST) if resolved.layout.memory.optimizer == "host" else sharding
+
+    def spec_of(keys: tuple, leaf: Any) -> Spec:
+        """Of an array of another shape than its parameter's, which belongs to a matrix or to a part of it."""
+        path = param_within(path_of(keys), resolved.placements)
+        return () if path is None else border_spec(leaf.shape, resolved.placements[path], mesh)
 
     rest = jax.tree.map(lambda _: replicated, abstract)
     return dataclasses.replace(

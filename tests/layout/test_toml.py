@@ -25,6 +25,7 @@ GENERATED = {
     "zero": Layout(default=Default(max_replicated=0.0)),
     "error": Layout(default=Default("error")),
     "optimizer": Layout(optimizer=OptimizerState("data")),
+    "owners": Layout(optimizer=OptimizerState(matrices="owner")),
     "gradients": Layout(gradients=Gradients("reduce_scatter")),
     "codecs": Layout(
         gradients=Gradients(

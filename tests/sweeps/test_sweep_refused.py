@@ -46,6 +46,11 @@ def reads_its_rate(learning_rate):
             "Floats are traced",
         ),
         ({"layout": "data_parallel_bf16", "mesh": "net=4,data=2"}, None, ""),
+        (
+            {"layout": spmd.Layout(optimizer=spmd.OptimizerState(matrices="owner"))},
+            LayoutError,
+            "[optimizer] matrices gives each matrix to a",
+        ),
         ({"layout": FEEDBACK, "mesh": "net=4,data=2"}, LayoutError, "codecs with a residual for each worker"),
         ({"checkpoint": spmd.Checkpoint("never", best="loss")}, OptionError, "a sweep uses only the path and `every` of a Checkpoint"),
         ({"eval_data": [1]}, DataError, "eval_data: a sweep needs arrays, kept on the devices"),

@@ -1,0 +1,524 @@
+"""Optimizers that need entire matrices train under every layout what they train on one device, and no collective is in their iterations."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+import spmd
+from spmd.errors import LayoutError
+from spmd.jaxpr import equations
+from spmd.layout.resolve import resolve
+from spmd.layout.toml_reader import loads
+from spmd.mesh import MeshSpec
+from spmd.planner.compile import PLUGIN
+from spmd.planner.hlo import collective_kind, parse
+from spmd.train.matrix_owners import Group, update_by_owners
+from tests.nn.pipes import relative_difference
+from tests.train.test_pipelines import Tied, piped, tokens, weights
+
+STEPS, ROWS = 4, 32
+SYSTEM = pytest.mark.system
+
+# optimizers -----------------------------------------------------------------------------------------------------------
+
+
+def dims_of(params):
+    """Muon for matrices, and for each layer of a stack."""
+
+    def dims(leaf):
+        return MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if leaf.ndim > 1 else None
+
+    return jax.tree.map(dims, params)
+
+
+def shampoo(rate, decay=0.9, epsilon=0.05):
+    """Shampoo (Gupta et al. 2018, arXiv:1802.09568, algorithm 1, with decayed statistics) for arrays of at least two dims."""
+
+    def matrices(leaf):
+        return leaf.reshape(-1, *leaf.shape[-2:])
+
+    def init(params):
+        def identities(size):
+            return jax.tree.map(
+                lambda p: epsilon * jnp.broadcast_to(jnp.eye(p.shape[size]), (*p.shape[:-2], *[p.shape[size]] * 2)) if p.ndim > 1 else None,
+                params,
+            )
+
+        return {"momentum": jax.tree.map(jnp.zeros_like, params), "left": identities(-2), "right": identities(-1)}
+
+    def root(statistics):
+        values, vectors = jnp.linalg.eigh(statistics)
+        return (vectors * values**-0.25) @ vectors.T
+
+    def precondition(grad, momentum, left, right):
+        if grad.ndim < 2:
+            return momentum, left, right
+        left = decay * left + (1 - decay) * grad @ jnp.swapaxes(grad, -1, -2)
+        right = decay * right + (1 - decay) * jnp.swapaxes(grad, -1, -2) @ grad
+        roots = [jax.vmap(root)(matrices(each)) for each in (left, right)]
+        return (roots[0] @ matrices(momentum) @ roots[1]).reshape(grad.shape), left, right
+
+    def update(grads, state, params=None):
+        del params
+        momentum = jax.tree.map(lambda m, g: decay * m + g, state["momentum"], grads)
+        leaves, structure = jax.tree.flatten(grads)
+        parts = zip(*(structure.flatten_up_to(tree) for tree in (momentum, state["left"], state["right"])), strict=True)
+        done = [precondition(grad, *part) for grad, part in zip(leaves, parts, strict=True)]
+        updates, left, right = (structure.unflatten(each) for each in zip(*done, strict=True))
+        return jax.tree.map(lambda u: -rate * u, updates), {"momentum": momentum, "left": left, "right": right}
+
+    return optax.GradientTransformation(init, update)
+
+
+MUON = functools.partial(optax.contrib.muon, 0.02, muon_weight_dimension_numbers=dims_of)
+OPTIMIZERS = {
+    "muon": MUON(),
+    "muon of matrices alone": optax.contrib.muon(0.02),
+    "muon, clipped": optax.chain(optax.clip_by_global_norm(0.1), MUON(adaptive=True, weight_decay=0.01)),
+    "muon, every 2": optax.MultiSteps(MUON(), 2),
+    "muon, averaged": spmd.optimizers.average_weights(optax.apply_if_finite(MUON(ns_steps=3), 2)),
+    "muon, scaled": optax.chain(optax.clip_by_block_rms(0.01), MUON(adaptive=True), optax.scale_by_trust_ratio(), optax.scale(0.1)),
+    "shampoo": shampoo(0.02),
+    "adafactor": optax.adafactor(0.02, min_dim_size_to_factor=8),
+    "lamb": optax.lamb(0.01),
+}
+
+# a model and its layouts ------------------------------------------------------------------------------------------------
+
+
+def make(key):
+    def drawn(*shape):
+        return 0.4 * jax.random.normal(jax.random.fold_in(key, sum(shape) * len(shape)), shape) / shape[-1] ** 0.5 * 3
+
+    blocks = [{"kernel": drawn(16, 16) * (1 + number)} for number in range(3)]
+    return {"first": drawn(8, 16), "bias": jnp.full(16, 0.1), "blocks": blocks, "stack": drawn(4, 16, 16), "head": drawn(16, 8)}
+
+
+def apply(params, x):
+    x = x @ params["first"] + params["bias"]
+    for kernel in [block["kernel"] for block in params["blocks"]] + list(params["stack"]):
+        x = x + jnp.tanh(x @ kernel) / 4
+    return x @ params["head"]
+
+
+def batches():
+    random = np.random.default_rng(0)
+    return [
+        {"x": random.normal(size=(ROWS, 8)).astype("float32"), "y": random.normal(size=(ROWS, 8)).astype("float32")} for _ in range(STEPS)
+    ]
+
+
+def layout(name, matrices):
+    declared = LAYOUTS[name][1]
+    return dataclasses.replace(declared, optimizer=dataclasses.replace(declared.optimizer, matrices=matrices))
+
+
+TENSOR = (spmd.Rule("**/kernel", ("data", "model")), spmd.Rule("stack", (None, "model", "data")), spmd.Rule("head", ("model", "data")))
+LAYOUTS = {
+    "data_parallel": ("data=8", spmd.Layout.load("data_parallel")),
+    "zero1": ("data=8", spmd.Layout.load("zero1")),
+    "fsdp": ("data=8", spmd.Layout.load("fsdp")),
+    "fsdp, by the compiler": ("data=8", dataclasses.replace(spmd.Layout.load("fsdp"), gradients=spmd.Gradients())),
+    "fsdp x tensor": (
+        "data=4,model=2",
+        spmd.Layout(params=TENSOR, default=spmd.Default("shard:data"), gradients=spmd.Gradients("reduce_scatter")),
+    ),
+    "a dim over both": ("data=4,model=2", spmd.Layout(params=(spmd.Rule("{blocks/*/kernel,stack}", (None, ("data", "model"))),))),
+}
+
+
+def trainer_of(optimizer, name, matrices):
+    mesh, loss = LAYOUTS[name][0], spmd.losses.mean_squared_error
+    return spmd.Trainer(spmd.FunctionalModel(make, apply), loss=loss, optimizer=optimizer, mesh=mesh, layout=layout(name, matrices))
+
+
+@functools.cache
+def reference(name):
+    """Parameters of a plain loop on one device."""
+    model, optimizer = spmd.FunctionalModel(make, apply), OPTIMIZERS[name]
+    params = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh=one_device()).init().params
+    params = jax.tree.map(np.asarray, params)
+
+    @jax.jit
+    def step(params, opt, batch):
+        grads = jax.grad(lambda params: ((apply(params, batch["x"]) - batch["y"]) ** 2).mean())(params)
+        updates, opt = optimizer.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    opt = optimizer.init(params)
+    for batch in batches():
+        params, opt = step(params, opt, batch)
+    return jax.device_get(params)
+
+
+def one_device():
+    return spmd.make_mesh("data=1", devices=jax.devices()[:1])
+
+
+def steps(trainer):
+    state = trainer.init()
+    for batch in batches():
+        state, _ = trainer.step(state, batch)
+    return state
+
+
+CASES = [(optimizer, name) for optimizer in OPTIMIZERS for name in LAYOUTS]
+
+
+@pytest.mark.sampled(29)
+@pytest.mark.parametrize("matrices", ["owner", "compiler"])
+@pytest.mark.parametrize(("optimizer", "name"), CASES, ids=[f"{optimizer}-{name}" for optimizer, name in CASES])
+def test_equals_one_device(optimizer, name, matrices):
+    trainer = trainer_of(OPTIMIZERS[optimizer], name, matrices)
+    state = steps(trainer)
+    wanted = jax.tree_util.tree_leaves_with_path(reference(optimizer))
+    for (path, leaf), got in zip(wanted, jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(np.asarray(got), leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(), err_msg=jax.tree_util.keystr(path))
+
+
+# what has an owner ----------------------------------------------------------------------------------------------------
+
+
+def groups_of(optimizer, name, like=None):
+    """The groups of matrices under a layout, and the traced update."""
+    mesh, declared = LAYOUTS[name][0], layout(name, "owner")
+    params = jax.eval_shape(make, jax.random.key(0)) if like is None else like
+    resolved = resolve(declared, spmd.tree.flatten(params), {}, MeshSpec.parse(mesh))
+    groups, state = [], jax.eval_shape(optimizer.init, params)
+    update = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh(mesh), groups).update
+    return groups, jax.make_jaxpr(update)(params, state, params)
+
+
+def collectives_of(jaxpr):
+    names = [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
+    return {name: names.count(name) for name in ("all_to_all", "all_gather", "psum") if name in names}
+
+
+FIRST, KERNELS, LAYERS, HEAD = Group((8, 16), 1, 1), Group((16, 16), 3, 1), Group((16, 16), 4, 1), Group((16, 8), 1, 1)
+
+
+def test_equal_matrices_are_a_group():
+    groups, program = groups_of(MUON(), "fsdp")
+    assert groups == [KERNELS, FIRST, HEAD, LAYERS]
+    assert collectives_of(program) == {"all_to_all": 2 * len(groups)}, "one way there, one way back"
+
+
+def test_replicated_gradients_are_not_sent():
+    groups, program = groups_of(MUON(), "data_parallel")
+    assert collectives_of(program) == {"all_gather": len(groups)}
+
+
+def test_each_sharded_dim_is_sent_once():
+    groups, program = groups_of(MUON(), "fsdp x tensor")
+    assert groups == [KERNELS, FIRST, HEAD, LAYERS]
+    assert collectives_of(program) == {"all_to_all": 14, "all_gather": 1}, "of `first` no dim is sharded over model"
+
+
+def test_statistics_are_sent_to_owners_and_back():
+    groups, program = groups_of(shampoo(0.1), "fsdp")
+    assert groups == [KERNELS, FIRST, HEAD, LAYERS]
+    assert collectives_of(program) == {"all_to_all": 7 * len(groups)}, "gradient, momentum, left and right; update, left and right"
+
+
+AROUND = {
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), MUON(), optax.clip_by_global_norm(0.1)),
+    "every 2": OPTIMIZERS["muon, every 2"],
+    "averaged": OPTIMIZERS["muon, averaged"],
+}
+
+
+@pytest.mark.parametrize("optimizer", AROUND.values(), ids=AROUND)
+def test_what_is_around_an_optimizer_does_not_matter(optimizer):
+    assert {*groups_of(optimizer, "fsdp")[0]} == {KERNELS, FIRST, HEAD, LAYERS}
+
+
+def test_sums_over_all_layers_stay_outside():
+    """`adaptive` scales the updates of a stack by a sum over it, and the clip divides by one."""
+    optimizer = optax.chain(optax.clip_by_block_rms(0.01), MUON(adaptive=True), optax.scale_by_trust_ratio())
+    assert {*groups_of(optimizer, "fsdp")[0]} == {KERNELS, FIRST, HEAD, LAYERS}
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(0.1), OPTIMIZERS["adafactor"], OPTIMIZERS["lamb"]])
+def test_sums_and_norms_have_no_owner(optimizer):
+    groups, program = groups_of(optimizer, "fsdp")
+    assert not groups and not collectives_of(program)
+
+
+def test_a_norm_of_all_gradients_divides_an_update():
+    """Two products with a global norm between them: the second needs it of the results of the first."""
+
+    def update(grads, state, params=None):
+        first = jax.tree.map(lambda g: g @ g.T if g.ndim == 2 else g, grads)
+        scale = 1 / optax.tree_utils.tree_norm(first)
+        return jax.tree.map(lambda f, g: scale * f @ g if g.ndim == 2 else g, first, grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    groups, _ = groups_of(optimizer, "fsdp", {"a": jax.ShapeDtypeStruct((8, 8), "float32"), "b": jax.ShapeDtypeStruct((8, 8), "float32")})
+    assert groups == [Group((8, 8), 2, 1)] * 2
+
+
+@pytest.mark.parametrize("spec", [(), ("data",), (None, None, "data"), ("data", None, None)])
+def test_stacks_of_several_depths_are_one_batch(spec):
+    """Sharded along their layers, or along a matrix, and next to an array that all layers share."""
+
+    def rule(grads, state, params=None):
+        del params
+        return {name: g @ g * jnp.linalg.norm(state[name] @ state[name]) for name, g in grads.items()}, state
+
+    random, like = np.random.default_rng(0), {name: jax.ShapeDtypeStruct((depth, 16, 16), "float32") for name, depth in DEPTHS.items()}
+    grads = {name: random.normal(size=leaf.shape).astype("float32") for name, leaf in like.items()}
+    state = {name: random.normal(size=(8, 8)).astype("float32") for name in like}
+    declared = spmd.Layout(params=(spmd.Rule("*", spec),), optimizer=spmd.OptimizerState(matrices="owner"))
+    resolved, groups = resolve(declared, like, {}, MeshSpec.parse("data=8")), []
+    optimizer = optax.GradientTransformation(lambda params: state, rule)
+    update = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
+    updates, _ = jax.jit(update)(grads, state, grads)
+    for name, wanted in rule(grads, state)[0].items():
+        np.testing.assert_allclose(updates[name], wanted, rtol=1e-4)
+    assert groups == [Group((16, 16), 24, 3)]
+
+
+DEPTHS = {"shallow": 8, "deep": 16}
+
+
+MIXING = {  # between two products
+    "a sum over layers": lambda h: h - h.sum(0, keepdims=True),
+    "a running sum": lambda h: jnp.cumsum(h, 0),
+    "the order of layers": lambda h: h[::-1],
+    "some layers": lambda h: jnp.concatenate([h[:1], h[:3]]),
+    "a product of layers": lambda h: h @ jnp.einsum("lab,lbc->ac", h, h),
+    "a number for each layer": lambda h: h * jnp.arange(4.0, dtype=h.dtype)[:, None, None],
+    "layers as rows": lambda h: (h.reshape(64, 16) @ h[0]).reshape(h.shape),
+    "layers moved": lambda h: jnp.moveaxis(h.reshape(16, 4, 16), 1, 0),
+    "a loop over layers": lambda h: jax.lax.scan(lambda c, x: ((c + x) @ x, c @ x), h[0], h)[1],
+    "how many layers": lambda h: h / len(h),
+}
+
+
+FACTORS = {  # of each layer
+    "qr": lambda h: jnp.linalg.qr(h + 40 * jnp.eye(16))[0],
+    "svd": lambda h: jnp.linalg.svd(h, compute_uv=False)[..., None, :] * h,
+    "cholesky": lambda h: jnp.linalg.cholesky(h @ jnp.swapaxes(h, -1, -2) + 20 * jnp.eye(16)),
+    "triangular": lambda h: jax.lax.linalg.triangular_solve(h + 40 * jnp.eye(16), h),
+    "root": lambda h: jax.lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, c[1] @ c[1] / 9), (0, h / 9))[1],
+    "norm": lambda h: h / jnp.linalg.norm(h, axis=(-2, -1), keepdims=True),
+    "symmetric": lambda h: h + h.mT,
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "matrices"), [(rule, 4) for rule in FACTORS.values()] + [(rule, 1) for rule in MIXING.values()], ids=[*FACTORS, *MIXING]
+)
+def test_layers_are_separate_where_no_equation_joins_them(rule, matrices):
+    """And the update is that of one device, whatever joins them."""
+
+    def update(grads, state, params=None):
+        return {"stack": rule(grads["stack"] @ grads["stack"]) @ grads["stack"]}, state
+
+    optimizer, like = optax.GradientTransformation(lambda params: (), update), {"stack": jax.ShapeDtypeStruct((4, 16, 16), "float32")}
+    resolved = resolve(layout("fsdp", "owner"), spmd.tree.flatten(like), {}, MeshSpec.parse("data=8"))
+    grads, groups = {"stack": np.random.default_rng(0).normal(size=(4, 16, 16)).astype("float32")}, []
+    by_owners = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
+    updates, wanted = jax.jit(by_owners)(grads, (), grads)[0]["stack"], update(grads, ())[0]["stack"]
+    np.testing.assert_allclose(updates, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert [group.matrices for group in groups] == [matrices]
+
+
+def test_state_of_matrices_is_sharded():
+    """Statistics, which have no parameter's shape, lie over the workers like moments."""
+    for matrices, copies in (("owner", 1), ("compiler", 8)):
+        right = trainer_of(OPTIMIZERS["shampoo"], "fsdp", matrices).abstract_state.opt["right"]["first"]
+        assert right.shape == (16, 16) and np.prod(right.sharding.shard_shape(right.shape)) == 16 * 16 / 8 * copies
+
+
+def test_notes_say_which_matrices_have_owners():
+    trainer = trainer_of(MUON(), "fsdp", "owner")
+    trainer.prepare(batches()[0])
+    [note] = [note for note in trainer.notes() if "matrices" in note]
+    assert note == (
+        "[optimizer] matrices: 9 have owners: 3 of [16, 16] (at most 1 on a device), 1 of [8, 16] (at most 1 on a device), "
+        "1 of [16, 8] (at most 1 on a device), 4 of [16, 16] (at most 1 on a device)."
+    )
+    trainer = trainer_of(optax.adamw(0.1), "fsdp", "owner")
+    trainer.prepare(batches()[0])
+    assert any("the optimizer multiplies and factorizes no matrices, so none has an owner" in note for note in trainer.notes())
+
+
+# collectives of compiled programs -------------------------------------------------------------------------------------
+
+
+def looped(text):
+    """The loops of a program, and the collectives inside."""
+    module = parse(text)
+
+    def inside(name):
+        for instr in module.computations.get(name, ()):
+            if collective_kind(instr.op):
+                yield collective_kind(instr.op)
+            for called in instr.called:
+                yield from inside(called)
+
+    loops = [instr for lines in module.computations.values() for instr in lines if instr.op == "while"]
+    return loops, [kind for loop in loops for called in loop.called for kind in inside(called)]
+
+
+def between_products(text):
+    """How many products the optimizer has, and the collectives on the way from one to another."""
+    module = parse(text)
+    lines = module.computations[module.entry]
+
+    def multiplies(instr):
+        inside = [inner for name in instr.called for inner in module.computations.get(name, ())]
+        product = any(part.op in ("dot", "convolution") or "gemm" in part.custom_call for part in (instr, *inside))
+        return product and "jvp" not in "".join(part.scope for part in (instr, *inside))
+
+    products = {instr.name for instr in lines if multiplies(instr)}
+    after, before = set(products), set(products)
+    for instr in lines:
+        if not after.isdisjoint(instr.operands):
+            after.add(instr.name)
+    for instr in reversed(lines):
+        if instr.name in before:
+            before.update(instr.operands)
+    return len(products), [instr.op for instr in lines if collective_kind(instr.op) and instr.name in after & before]
+
+
+@SYSTEM
+def test_no_collective_in_the_iterations_on_cpus():
+    """With coefficients that differ from iteration to iteration, they are a loop."""
+    found = {}
+    for matrices in ("owner", "compiler"):
+        trainer = trainer_of(MUON(ns_coeffs="dion"), "fsdp", matrices)
+        loops, found[matrices] = looped(trainer.prepare(batches()[0])[0].compile().as_text())
+        assert loops
+    assert not found["owner"] and found["compiler"]
+
+
+def drawn(key):
+    kernels = [{"kernel": jax.random.normal(key, (1024, 1024))} for _ in range(4)]
+    return {"blocks": kernels, "stack": jnp.ones((2, 1024, 1024)), "head": jnp.ones((1024, 1024))}
+
+
+def forward(params, x):
+    for kernel in [*(block["kernel"] for block in params["blocks"]), *params["stack"], params["head"]]:
+        x = jnp.tanh(x @ kernel)
+    return x
+
+
+@SYSTEM
+@pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
+@pytest.mark.parametrize("name", ["data_parallel", "zero1", "fsdp", "fsdp x tensor"])
+def test_no_collective_in_the_iterations_on_gpus(name):
+    """Neither in a loop, nor between the products of iterations that are unrolled."""
+    rows, found, said = jax.ShapeDtypeStruct((64, 1024), "float32"), {}, {}
+    for matrices in ("owner", "compiler"):
+        for iterations in ("standard", "dion"):
+            plan = spmd.plan(
+                spmd.FunctionalModel(drawn, forward),
+                {"x": rows, "y": rows},
+                loss=spmd.losses.mean_squared_error,
+                optimizer=MUON(ns_coeffs=iterations),
+                target="8xh100",
+                mesh=LAYOUTS[name][0],
+                layout=layout(name, matrices),
+            )
+            among, found[matrices, iterations] = (looped if iterations == "dion" else between_products)(plan.compiled.hlo)
+            assert among, "loops, or products"
+            said[matrices] = plan.memory
+    assert not found["owner", "standard"] and not found["owner", "dion"]
+    replicated = name in ("data_parallel", "zero1")  # XLA gathers once, and each device multiplies all matrices
+    assert replicated or (found["compiler", "standard"] and found["compiler", "dion"])
+    assert said["owner"].optimizer == said["compiler"].optimizer, "momentum lies as the layout says, in both"
+
+
+# pipelines, checkpoints, frozen parameters ----------------------------------------------------------------------------
+
+PIPELINES = {
+    "gpipe": ("data=2,stage=4", piped()),
+    "circular": ("data=4,stage=2", piped(schedule="circular", groups=2)),
+    "1f1b, fsdp": ("data=4,stage=2", piped("reduce_scatter", schedule="1f1b", more={"default": spmd.Default("shard:data")})),
+}
+
+
+def piped_weights(mesh, declared, steps=3):
+    count = MeshSpec.parse(mesh).size
+    trainer = spmd.Trainer(
+        lambda: Tied(nnx.Rngs(0)),
+        loss=spmd.losses.cross_entropy,
+        optimizer=MUON(),
+        layout=declared,
+        mesh=spmd.make_mesh(mesh, devices=jax.devices()[:count]),
+    )
+    state = trainer.init()
+    for _ in range(steps):
+        state, _ = trainer.step(state, tokens())
+    return trainer, weights(trainer, state)
+
+
+@SYSTEM
+@pytest.mark.parametrize("case", PIPELINES)
+def test_layers_of_pipelines_have_owners_on_their_stage(case):
+    mesh, declared = PIPELINES[case]
+    declared = dataclasses.replace(declared, optimizer=spmd.OptimizerState(matrices="owner"))
+    trainer, got = piped_weights(mesh, declared)
+    _, wanted = piped_weights("data=1", "data_parallel")
+    assert relative_difference(got, wanted) < 1e-5
+    assert any("24 of" in note or "8 of [8, 24]" in note for note in trainer.notes())
+    sent = [op for op in trainer.wire.ops if op.where.startswith("matrix_owners")]
+    assert sent and all("stage" not in op.axes for op in sent if op.shape[-3:] == (1, 8, 24)), "layers stay on their stage"
+
+
+@SYSTEM
+def test_checkpoints_of_owners_are_those_of_any_layout(tmp_path):
+    """Four steps, of which the last two are on another mesh, with and without owners."""
+
+    def run(name, matrices, steps, folder):
+        mesh, declared = LAYOUTS[name][0], layout(name, matrices)
+        data = {key: np.concatenate([batch[key] for batch in batches()]) for key in ("x", "y")}
+        model, options = spmd.FunctionalModel(make, apply), {"optimizer": OPTIMIZERS["shampoo"], "mesh": mesh, "layout": declared}
+        options |= {"batch_size": ROWS, "shuffle": False, "resume": True, "checkpoint": spmd.Checkpoint(tmp_path / folder, every=2)}
+        return spmd.fit(model, data, loss=spmd.losses.mean_squared_error, steps=steps, **options).state.params
+
+    wanted = reference("shampoo")
+    for number, (first, then) in enumerate([(("fsdp", "owner"), ("fsdp x tensor", "owner")), (("zero1", "owner"), ("fsdp", "compiler")),
+                                            (("data_parallel", "compiler"), ("fsdp", "owner"))]):  # fmt: skip
+        run(*first, 2, str(number))
+        assert relative_difference(jax.device_get(run(*then, 4, str(number))), wanted) < 1e-5
+
+
+def test_frozen_parameters_have_no_owner():
+    declared = dataclasses.replace(layout("fsdp", "owner"), train=spmd.Train(exclude=("stack", "first")))
+    model, loss = spmd.FunctionalModel(make, apply), spmd.losses.mean_squared_error
+    trainer = spmd.Trainer(model, loss=loss, optimizer=MUON(), mesh="data=8", layout=declared)
+    trainer.prepare(batches()[0])
+    assert any("matrices: 4 have owners" in note for note in trainer.notes())
+
+
+# what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"), [("synchronous", ""), ("asynchronous", ""), ("bounded", "bound = 2\n"), ("local", "every = 5\n")]
+)
+def test_servers_have_no_matrices(mode, more, golden):
+    text = f'[optimizer]\nmatrices = "owner"\n[gradients]\nreduction = "parameter_server"\n[parameter_server]\nmode = "{mode}"\n{more}'
+    with pytest.raises(LayoutError) as caught:
+        loads(text, "mine.toml")
+    golden("matrices_of_servers", str(caught.value))
+    loads(text.replace("parameter_server", "reduce_scatter", 1).partition("[parameter_server]")[0])
+
+
+def test_unknown_owner(golden):
+    with pytest.raises(LayoutError) as caught:
+        loads('[optimizer]\nmatrices = "owners"\n', "mine.toml")
+    golden("matrices_unknown", str(caught.value))
+    with pytest.raises(LayoutError, match="no matrices"):
+        spmd.Layout.load(spmd.Layout(optimizer=spmd.OptimizerState(matrices="owners")))
