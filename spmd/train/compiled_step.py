@@ -43,11 +43,12 @@ from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import Columns, means, pack
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss, check_names
+from spmd.train.optimizer_metrics import measured_names
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.program_facts import facts_of_program, text_facts
 from spmd.train.remat import check_remat
-from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_notes, skip_names
+from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_notes
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
@@ -108,7 +109,7 @@ class Program:
         self.notes += owner_notes(placed.optimizer, placed.abstract_state, placed.resolved, placed.mesh)
         self._loss_names = (LOSS, *extra)
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
-        of_step += skip_names(placed.abstract_state.opt)
+        of_step += measured_names(placed.abstract_state.opt)
         check_names(self._loss_names, of_step)
         self.names = (*self._loss_names, *of_step)
         self._rowwise = check_loss(value, extra, self.rows)

@@ -69,17 +69,6 @@ def measure_skips(opt: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     return {name: (jnp.where(count, value, 0.0), count.astype(jnp.float32)) for name, (value, count) in counted.items()}
 
 
-def pack_skips(opt: Any) -> jax.Array:
-    """`measure_skips` as float32[2, names]."""
-    measured = measure_skips(opt)
-    return jnp.stack([jnp.stack(pair) for pair in measured.values()], axis=1) if measured else jnp.zeros((2, 0))
-
-
-def skip_names(opt: Any) -> tuple[str, ...]:
-    """Names of what a step of such an optimizer measures; shapes will do."""
-    return tuple(jax.eval_shape(measure_skips, opt))
-
-
 def check_skips(opt: Any, sync: GradientSync) -> None:
     """Check that an optimizer that may skip updates skips all of one, on all workers.
 

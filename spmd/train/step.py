@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.batch_statistics import sync_stats
-from spmd.train.skipped_updates import loss_scale, pack_skips
+from spmd.train.optimizer_metrics import pack_measured
+from spmd.train.skipped_updates import loss_scale
 from spmd.train.state import State
 from spmd.train.worker_gradients import WorkerGradients, mean, present_workers
 from spmd.tree import Tree, map_paths
@@ -113,7 +114,7 @@ def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events
     if (skipped := step.rule.skipped(opt)) is not False:
         kept = functools.partial(jnp.where, skipped)
         comm_state, stats = jax.tree.map(kept, (state.exchange, state.stats), (comm_state, stats))
-    metrics = jnp.concatenate([all_metrics(reduced, events), pack_skips(opt)], axis=1)
+    metrics = jnp.concatenate([all_metrics(reduced, events), pack_measured(opt)], axis=1)
     return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen), metrics
 
 
