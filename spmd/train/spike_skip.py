@@ -21,10 +21,11 @@ class SpikeSkip(NamedTuple):
 
     Attributes:
       inner: of the optimizer.
-      window: float32[2, window], losses and norms of the newest updates that were made.
-      made: int32 scalar, updates that were made.
+      window: float32[2, window], losses and norms of the newest updates that were counted.
+      counted: int32 scalar, updates that were made, and whose gradients were not all 0.
       skipped: int32 scalar, updates that were skipped.
-      left: int32 scalar, updates that may still be skipped in a row.
+      in_a_row: int32 scalar, updates that were skipped since the last one that was made.
+      left: int32 scalar, how many more may be; from `in_a_row` and the option, which may change when a run resumes.
       seen: float32[2], the last step's loss (0 if `update` got none) and norm.
       limits: float32[2], the largest loss and norm for which that step's update was made.
       applied: bool scalar, whether it was made.
@@ -32,8 +33,9 @@ class SpikeSkip(NamedTuple):
 
     inner: Any
     window: jax.Array
-    made: jax.Array
+    counted: jax.Array
     skipped: jax.Array
+    in_a_row: jax.Array
     left: jax.Array
     seen: jax.Array
     limits: jax.Array
@@ -44,7 +46,8 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
     """An optimizer that makes no update where the loss, or the norm of all gradients, is a spike or not finite.
 
     A spike is larger than mean + sigmas * standard deviation of the last `window` updates that were made; a deviation of less than 1 %
-    of the mean counts as 1 %. The first `window` updates only fill the window: until then, just what is not finite is skipped. (PaLM,
+    of the mean counts as 1 %. The first `window` updates only fill the window: until then, just what is not finite is skipped. Updates
+    whose gradients are all 0 do not enter it, and where all losses in it are 0, only the norm is looked at. (PaLM,
     Chowdhery et al., arXiv:2204.02311, section 5.1, skips such batches; the band is that of OLMo-core's `SkipStepOptimizer`, on one
     side, and without skipped values in it.)
 
@@ -85,10 +88,9 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
     check_integer(max_in_a_row, "skip_spikes: max_in_a_row")
 
     def init(params: Tree) -> SpikeSkip:
-        counts = jnp.int32(0), jnp.int32(0), jnp.int32(max_in_a_row)
-        return SpikeSkip(
-            init_alone("skip_spikes", tx, params), jnp.zeros((2, window)), *counts, jnp.zeros(2), jnp.full(2, jnp.inf), jnp.bool(True)
-        )
+        inner, zero, f32 = init_alone("skip_spikes", tx, params), jnp.int32(0), jnp.float32
+        counts = zero, zero, zero, jnp.int32(max_in_a_row)
+        return SpikeSkip(inner, jnp.zeros((2, window), f32), *counts, jnp.zeros(2, f32), jnp.full(2, jnp.inf, f32), jnp.bool(True))
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, SpikeSkip]:
         value = extra.get("value")
@@ -97,17 +99,20 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
         seen = jnp.stack([jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32), norm])
         mean, deviation = state.window.mean(1), state.window.std(1)
         limits = mean + float(sigmas) * jnp.maximum(deviation, LEAST * jnp.abs(mean))
-        limits = jnp.where(state.made < window, jnp.inf, limits)
+        judged = (state.counted >= window) & (state.window != 0).any(1)
+        limits = jnp.where(judged, limits, jnp.inf)
         applied = (jnp.isfinite(seen) & (seen <= limits)).all()
         updates, inner = where_applied(applied, *tx.update(updates, state.inner, params, **extra), state.inner)
-        newest = (jnp.arange(window) == state.made % window) & applied
-        more = applied.astype(jnp.int32)
+        counts = applied & (norm != 0)  # or else a spell of gradients of 0 would make spikes of all that come after
+        newest = (jnp.arange(window, dtype=jnp.int32) == state.counted % window) & counts
+        in_a_row = jnp.where(applied, 0, state.in_a_row + 1)
         return updates, SpikeSkip(
             inner,
             jnp.where(newest, seen[:, None], state.window),
-            state.made + more,
-            state.skipped + 1 - more,
-            jnp.where(applied, max_in_a_row, jnp.maximum(state.left - 1, 0)),
+            state.counted + counts.astype(jnp.int32),
+            state.skipped + 1 - applied.astype(jnp.int32),
+            in_a_row,
+            jnp.maximum(max_in_a_row - in_a_row, 0),
             seen,
             limits,
             applied,

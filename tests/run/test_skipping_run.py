@@ -80,6 +80,15 @@ def test_too_many_in_a_row_end_the_run(tmp_path, golden):
     golden("skipped_updates_in_a_row", str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
+def test_fix_of_more_in_a_row_lets_the_run_resume(tmp_path):
+    """From a checkpoint in the middle of the row."""
+    with pytest.raises(DivergedError, match="larger sigmas or max_in_a_row"):
+        run(spiky(7, 8, 9), checkpoint=spmd.Checkpoint(tmp_path, every=4))
+    larger = skip_spikes(average_weights(optax.adam(0.05), decay=0.8), window=4, max_in_a_row=4)
+    rest = run(spiky(7, 8, 9), checkpoint=spmd.Checkpoint(tmp_path, every=4), resume=True, optimizer=larger)
+    assert rest.history["skips_left"][0] == 1 and rest.history["skipped"] == [1.0, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.system
 def test_overflow_that_no_scale_helps_ends_the_run(golden):
     model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((FEATURES, 1))}, lambda params, x: jnp.sqrt(0 * x @ params["w"]))
