@@ -98,13 +98,14 @@ def test_overflow_that_no_scale_helps_ends_the_run(golden):
     golden("skipped_updates_that_no_scale_helps", str(caught.value))
 
 
-def test_batch_with_a_nan_is_skipped():
+@pytest.mark.parametrize("step, error", [(1, "at the first step"), (3, "step 3")])
+def test_batch_with_a_nan_is_skipped(step, error):
     """Without the wrapper it ends the run."""
-    result = run(spiky(3, by=np.nan))
-    assert np.isnan(result.history["loss"][2]) and np.isfinite(result.history["loss"][3:]).all()
-    assert result.history["skipped"][2] == 1 and np.isfinite(result.state.params["w"]).all()
-    with pytest.raises(DivergedError, match="step 3"):
-        run(spiky(3, by=np.nan), optimizer=optax.adam(0.05))
+    result = run(spiky(step, by=np.nan))
+    assert [number + 1 for number, loss in enumerate(result.history["loss"]) if np.isnan(loss)] == [step]
+    assert result.history["skipped"][step - 1] == 1 and np.isfinite(result.state.params["w"]).all()
+    with pytest.raises(DivergedError, match=error):
+        run(spiky(step, by=np.nan), optimizer=optax.adam(0.05))
 
 
 @pytest.mark.system
