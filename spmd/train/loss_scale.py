@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.train.spike_skip import init_alone, where_applied
+from spmd.train.spike_skip import MOST_COUNTED, init_alone, where_applied
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import options_of, wrap_optimizer
 from spmd.tree import Tree
@@ -75,7 +75,7 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
     tx = check_optimizer(optimizer)
     if isinstance(initial, bool) or not isinstance(initial, numbers.Real) or not SMALLEST <= initial <= LARGEST:
         raise OptionError(f"scale_loss: initial={short_repr(initial)}.", fix="from 2.0**-24 to 2.0**40, such as 2.0**20.")
-    check_integer(every, "scale_loss: every")
+    check_integer(every, "scale_loss: every", 1, MOST_COUNTED)
 
     def init(params: Tree) -> LossScale:
         return LossScale(

@@ -10,9 +10,10 @@ import optax
 from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import wrap_optimizer
-from spmd.tree import Tree
+from spmd.tree import Tree, describe
 from spmd.wire.transformations import communicates
 
+MOST_COUNTED = 2**31 - 1  # in int32
 LEAST = 0.01  # of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all values are alike
 
 
@@ -69,7 +70,7 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
     Raises:
       OptimizerError: `optimizer` is no gradient transformation.
       CommunicationError: in `init`: the optimizer communicates itself; `optax.chain(wire.all_reduce(...), skip_spikes(...))`.
-      OptionError: `sigmas`, `window` or `max_in_a_row` is out of range.
+      OptionError: `sigmas`, `window` or `max_in_a_row` is out of range; in `update`: `value` is not a scalar.
 
     Example:
       >>> optimizer = skip_spikes(optax.sgd(1.0), window=2)
@@ -84,8 +85,8 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
     tx = check_optimizer(optimizer)
     if isinstance(sigmas, bool) or not isinstance(sigmas, numbers.Real) or not 0 < sigmas < float("inf"):
         raise OptionError(f"skip_spikes: sigmas={short_repr(sigmas)}.", fix="a number above 0, such as 6.")
-    check_integer(window, "skip_spikes: window", 2)
-    check_integer(max_in_a_row, "skip_spikes: max_in_a_row")
+    check_integer(window, "skip_spikes: window", 2, MOST_COUNTED)
+    check_integer(max_in_a_row, "skip_spikes: max_in_a_row", 1, MOST_COUNTED)
 
     def init(params: Tree) -> SpikeSkip:
         inner, zero, f32 = init_alone("skip_spikes", tx, params), jnp.int32(0), jnp.float32
@@ -94,6 +95,10 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, SpikeSkip]:
         value = extra.get("value")
+        if value is not None and jnp.ndim(value):
+            raise OptionError(
+                f"skip_spikes: value is {describe(value)}, not one number.", fix="the mean loss: update(..., value=loss.mean())."
+            )
         squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(updates)]
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
         seen = jnp.stack([jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32), norm])

@@ -470,6 +470,8 @@ ERRORS = {
     "sigmas of nothing": lambda: skip_spikes(MOMENTUM, sigmas=0),
     "window of one": lambda: skip_spikes(MOMENTUM, window=1),
     "none in a row": lambda: skip_spikes(MOMENTUM, max_in_a_row=0),
+    "too many in a row": lambda: skip_spikes(MOMENTUM, max_in_a_row=2**31),
+    "loss of each row": lambda: run(SPIKES, [1.0], [np.ones(3)]),
     "scale of nothing": lambda: scale_loss(MOMENTUM, 0.0),
     "every of nothing": lambda: scale_loss(MOMENTUM, every=0),
     "in a chain": lambda: prepare(optimizer=optax.chain(optax.clip_by_global_norm(1.0), SPIKES)),
@@ -482,6 +484,9 @@ ERRORS = {
     "scale for float32": lambda: prepare(optimizer=scale_loss(MOMENTUM)),
     "scale for bfloat16": lambda: prepare(optimizer=scale_loss(MOMENTUM), precision="bfloat16"),
     "average outside": lambda: prepare(optimizer=average_weights(SPIKES)),
+    "average outside of a scale": lambda: prepare(optimizer=average_weights(scale_loss(MOMENTUM)), precision="float16"),
+    "average outside of both": lambda: prepare(optimizer=average_weights(scale_loss(SPIKES)), precision="float16"),
+    "metric given of its name": lambda: prepare(metrics={"grad_norm": spmd.metrics.accuracy}),
     "attention in float16 on a CPU": attention_in_float16,
     "metric of its name": lambda: prepare(loss=own_norm),
 }
