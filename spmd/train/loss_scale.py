@@ -48,8 +48,9 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
 
     `fit`, `Trainer` and `sweep` with `precision="float16"` put it around their optimizer; put it there yourself for other numbers. They
     measure `loss_scale` (of the next step) and `skipped` (0 or 1), and of skipped steps `skips_left`: `fit` ends when 32 in a row were
-    skipped. Gradients are too large if those of all rows together are, so the decision does not depend on how many rows a device has;
-    but where gradients of single devices overflow and cancel in the sum, a mesh of other devices may not skip that step.
+    skipped. Those of a NaN in the data are among them, and are not counted in the `max_in_a_row` of a `skip_spikes` inside. Gradients are
+    too large if those of all rows together are, so the decision does not depend on how many rows a device has; but where gradients of
+    single devices overflow and cancel in the sum, a mesh of other devices may not skip that step.
 
     Args:
       optimizer: any optax gradient transformation.

@@ -98,6 +98,14 @@ def test_overflow_that_no_scale_helps_ends_the_run(golden):
     golden("skipped_updates_that_no_scale_helps", str(caught.value))
 
 
+def test_loss_that_is_not_finite_in_float16_is_named(caplog):
+    with caplog.at_level(logging.WARNING, logger="spmd"):
+        run(spiky(3, by=np.nan), 4, precision="float16", optimizer=scale_loss(SPIKES, 2.0**12))
+    lines = [record.message for record in caplog.records if "the update was skipped" in record.message]
+    why = "the loss itself, and so gradients in float16, are not finite; the loss is now scaled by 2048"
+    assert lines == [f"step 3: the update was skipped: {why}. 31 more may be, in a row."]
+
+
 @pytest.mark.parametrize("step, error", [(1, "at the first step"), (3, "step 3")])
 def test_batch_with_a_nan_is_skipped(step, error):
     """Without the wrapper it ends the run."""
