@@ -261,7 +261,7 @@ def check_integer(value: Any, name: str, least: int = 1, most: int | None = None
     """Raise `OptionError` unless `value` is an integer from `least` (to `most`), or None if it is optional."""
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least or (most is not None and value > most):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least or (most is not None and not value <= most):
         raise OptionError(f"{name}={short_repr(value)}: a whole number from {least}{'' if most is None else f' to {most}'}.")
 
 
