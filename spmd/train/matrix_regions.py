@@ -295,7 +295,8 @@ def _keeps_layers(name: str, params: Mapping[str, Any], inputs: Sequence[Any], o
             return all(dim not in summed for dim, summed in zip(before, contracted, strict=True))
         return (before[0], before[1]) in zip(*batch, strict=True)
     if name == "reshape":
-        return math.prod(inputs[0].aval.shape[:dim]) == math.prod(output.aval.shape[: after[0]])
+        in_order = params["dimensions"] in (None, tuple(range(rank)))  # and not column-major
+        return in_order and math.prod(inputs[0].aval.shape[:dim]) == math.prod(output.aval.shape[: after[0]])
     if name.startswith(("reduce_", "arg")):
         return all(dim not in params["axes"] for dim in moved)
     if name == "slice":

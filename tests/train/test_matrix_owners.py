@@ -297,6 +297,7 @@ MIXING = {  # between two products
     "a product of layers": lambda h: h @ jnp.einsum("lab,lbc->ac", h, h),
     "a number for each layer": lambda h: h * jnp.arange(4.0, dtype=h.dtype)[:, None, None],
     "layers as rows": lambda h: (h.reshape(64, 16) @ h[0]).reshape(h.shape),
+    "columns first": lambda h: h.reshape(h.shape[::-1], order="F").T,
     "layers moved": lambda h: jnp.moveaxis(h.reshape(16, 4, 16), 1, 0),
     "a loop over layers": lambda h: jax.lax.scan(lambda c, x: ((c + x) @ x, c @ x), h[0], h)[1],
     "how many layers": lambda h: h / len(h),
