@@ -161,7 +161,8 @@ class _Member:
         """Equal for members of one group."""
         shared = tuple(x for x in self.region.inputs if x in self.region.shared)
         constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
-        return str(self.program), constants, self.layers is None, self.stacked, self.slots, self.ways, self.specs, shared
+        kind = self.region.level, str(self.program), constants, self.layers is None
+        return *kind, self.stacked, self.slots, self.ways, self.specs, shared
 
     def held(self, mesh: Mesh | AbstractMesh) -> int:
         """How many matrices the devices of one position along `slots` have."""

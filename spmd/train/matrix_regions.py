@@ -32,6 +32,7 @@ class Region:
 
     Attributes:
       path: the parameter.
+      level: how many values of several parameters follow one another before it. Regions of one level use nothing of each other.
       equations: their places in the program, in order.
       copied: those of equations that it computes as well, because their results need not be sent then: constants, and element-wise
         functions of other inputs.
@@ -41,6 +42,7 @@ class Region:
     """
 
     path: str
+    level: int
     equations: tuple[int, ...]
     copied: tuple[int, ...]
     inputs: tuple[Any, ...]
@@ -77,7 +79,7 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
     """The regions of a program, and the parameter of every variable that is computed from arrays of one.
 
     What is computed from arrays of several parameters, such as a global norm, is in none; what uses it is in another region than what it
-    is computed from, so that each region can be computed at once.
+    is computed from, so that the regions of one level can be computed at once.
 
     Args:
       found: the equations of the program.
@@ -105,7 +107,7 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
         if not equation.effects and constant.issuperset(variables(equation.invars)):
             constant.update(equation.outvars)
     known = _Known(found, owner, constant, made_at, needed_in)
-    return [region for (path, _), places in parts.items() if (region := _region(known, path, places))], owner
+    return [region for (path, level), places in parts.items() if (region := _region(known, path, level, places))], owner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,7 @@ class _Known:
     needed_in: Mapping[Any, set[int]]
 
 
-def _region(known: _Known, path: str, places: list[int]) -> Region | None:
+def _region(known: _Known, path: str, level: int, places: list[int]) -> Region | None:
     """The region among these equations of one parameter: what needs the matrix, what is between, sums of elements that it uses, and what
     moves elements on either side, so that arrays pass its borders in the parameter's own shape."""
     found = known.found
@@ -130,18 +132,18 @@ def _region(known: _Known, path: str, places: list[int]) -> Region | None:
     plain = [place for place in places if place in seeds | moving or _is_elementwise(found[place])]
     moves = moving & (_reaching(found, plain, seeds) | _reached(found, plain, seeds))  # with no sum on the way
     sums = {place for place in _reaching(found, places, seeds) if not _is_elementwise(found[place])}
-    region, fewer = (_hull(known, path, places, ends) for ends in (seeds | moves | sums, seeds | moves))
+    region, fewer = (_hull(known, path, level, places, ends) for ends in (seeds | moves | sums, seeds | moves))
     return region if fewer.equations == region.equations else dataclasses.replace(region, without_sums=fewer)
 
 
-def _hull(known: _Known, path: str, places: list[int], ends: set[int]) -> Region:
+def _hull(known: _Known, path: str, level: int, places: list[int], ends: set[int]) -> Region:
     """The region of these equations, and of what is between them."""
     found = known.found
     inside = sorted(_reached(found, places, ends) & _reaching(found, places, ends))
     inputs, copied = _inputs(known, path, inside)
     outputs = [x for place in inside for x in found[place].outvars if known.needed_in.get(x, set()) - set(inside)]
     shared = frozenset(x for x in inputs if x not in known.owner)
-    return Region(path, tuple(inside), copied, inputs, tuple(outputs), shared)
+    return Region(path, level, tuple(inside), copied, inputs, tuple(outputs), shared)
 
 
 def _inputs(known: _Known, path: str, inside: list[int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:

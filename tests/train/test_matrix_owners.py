@@ -265,6 +265,40 @@ def test_a_norm_of_all_gradients_divides_an_update():
     assert groups == [Group((8, 8), 2, 1)] * 2
 
 
+def updated(optimizer, grads):
+    """An update by owners under `fsdp`, its groups, and the update without owners."""
+    optimizer, groups = optax.with_extra_args_support(optimizer), []
+    declared, state = layout("fsdp", "owner"), optimizer.init(grads)
+    resolved = resolve(declared, spmd.tree.flatten(jax.eval_shape(lambda: grads)), {}, MeshSpec.parse("data=8"))
+    by_owners = update_by_owners(optimizer, resolved, spmd.make_mesh("data=8"), groups).update
+    return jax.jit(by_owners)(grads, state, grads)[0], groups, jax.jit(optimizer.update)(grads, state, grads)[0]
+
+
+def normals(**shapes):
+    random = np.random.default_rng(0)
+    return {name: random.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+
+
+def assert_close(got, wanted):
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(initial=0), err_msg=name)
+
+
+def without_state(rule):
+    return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (rule(grads), state))
+
+
+def test_equal_programs_before_and_after_a_norm_are_two_groups():
+    def rule(grads):
+        first = jax.tree.map(lambda g: g @ g, grads)
+        scaled = jax.tree.map(lambda f: f / optax.tree_utils.tree_norm(first), first)
+        return jax.tree.map(lambda h: h @ h, scaled)
+
+    updates, groups, wanted = updated(without_state(rule), normals(a=(8, 8), b=(8, 8)))
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 2, 1)] * 2
+
+
 @pytest.mark.parametrize("spec", [(), ("data",), (None, None, "data"), ("data", None, None)])
 def test_stacks_of_several_depths_are_one_batch(spec):
     """Sharded along their layers, or along a matrix, and next to an array that all layers share."""
