@@ -55,7 +55,7 @@ def abstract(tree: Tree, sharding: jax.sharding.Sharding | None = None) -> Tree:
     """The tree with every leaf replaced by its shape, dtype and this sharding; no data is read or moved."""
 
     def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype_of(leaf)), sharding=sharding)
+        return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype_of(leaf), allow_extended_dtype=True), sharding=sharding)
 
     return jax.tree.map(abstract_leaf, tree)
 
