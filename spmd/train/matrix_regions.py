@@ -299,7 +299,7 @@ def _keeps_layers(name: str, params: Mapping[str, Any], inputs: Sequence[Any], o
     if name == "reshape":
         in_order = params["dimensions"] in (None, tuple(range(rank)))  # and not column-major
         return in_order and math.prod(inputs[0].aval.shape[:dim]) == math.prod(output.aval.shape[: after[0]])
-    if name.startswith(("reduce_", "arg")):
+    if "axes" in params and name.startswith(("reduce_", "arg")):  # and not reduce_window
         return all(dim not in params["axes"] for dim in moved)
     if name == "slice":
         return params["start_indices"][dim] == 0 and output.aval.shape[after[0]] == inputs[0].aval.shape[dim]
