@@ -196,8 +196,9 @@ class _Program:
         groups: dict[tuple, list[_Member]] = {}
         regions, owners = find_regions(found, owners, outputs)
         for region in regions:
-            member = self._member(region, found, of_more)
-            groups.setdefault(member.key, []).append(member)
+            if all(x.aval.size for x in (*region.inputs, *region.outputs)):  # an empty array has no shards to send
+                member = self._member(region, found, of_more)
+                groups.setdefault(member.key, []).append(member)
         inside = {place for members in groups.values() for member in members for place in member.region.equations}
         kept = [self._branches(place, found, of_more, owners) for place in range(len(found)) if place not in inside]
         replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())])

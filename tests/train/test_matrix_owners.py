@@ -299,6 +299,12 @@ def test_equal_programs_before_and_after_a_norm_are_two_groups():
     assert groups == [Group((8, 8), 2, 1)] * 2
 
 
+def test_empty_parameters_have_an_update():
+    updates, groups, wanted = updated(without_state(lambda grads: {k: g @ g.T @ g for k, g in grads.items()}), normals(a=(0, 8), b=(8, 8)))
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 1, 1)]
+
+
 @pytest.mark.parametrize("spec", [(), ("data",), (None, None, "data"), ("data", None, None)])
 def test_stacks_of_several_depths_are_one_batch(spec):
     """Sharded along their layers, or along a matrix, and next to an array that all layers share."""
@@ -331,6 +337,7 @@ MIXING = {  # between two products
     "a product of layers": lambda h: h @ jnp.einsum("lab,lbc->ac", h, h),
     "a number for each layer": lambda h: h * jnp.arange(4.0, dtype=h.dtype)[:, None, None],
     "layers as rows": lambda h: (h.reshape(64, 16) @ h[0]).reshape(h.shape),
+    "windows": lambda h: jax.lax.reduce_window(h, 0.0, jax.lax.add, (1, 3, 3), (1, 1, 1), "SAME"),
     "columns first": lambda h: h.reshape(h.shape[::-1], order="F").T,
     "layers moved": lambda h: jnp.moveaxis(h.reshape(16, 4, 16), 1, 0),
     "a loop over layers": lambda h: jax.lax.scan(lambda c, x: ((c + x) @ x, c @ x), h[0], h)[1],
@@ -365,6 +372,13 @@ def test_layers_are_separate_where_no_equation_joins_them(rule, matrices):
     updates, wanted = jax.jit(by_owners)(grads, (), grads)[0]["stack"], update(grads, ())[0]["stack"]
     np.testing.assert_allclose(updates, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     assert [group.matrices for group in groups] == [matrices]
+
+
+def test_random_keys_of_an_optimizer_train():
+    for rest in (optax.contrib.muon(0.02), optax.sgd(0.02)):
+        optimizer = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(0)), rest)
+        states = [steps(trainer_of(optimizer, "fsdp", matrices)) for matrices in ("owner", "compiler")]
+        assert relative_difference(*(jax.device_get(state.params) for state in states)) < 1e-5
 
 
 def test_state_of_matrices_is_sharded():
