@@ -86,14 +86,20 @@ def owner_notes(optimizer: optax.GradientTransformationExtraArgs, state: Any, re
 
 
 def param_within(path: str, placements: Mapping[str, Any]) -> str | None:
-    """The parameter whose path is in the path of an optimizer's array; of several the longest.
+    """The parameter whose path is in the path of an optimizer's array: the last, and of several that end there the longest.
 
-    >>> param_within("0/mu/blocks/0/kernel/left", {"kernel": 1, "blocks/0/kernel": 2})
+    The number of a parameter in a list must be at the end, because optimizers are numbered too.
+
+    >>> param_within("0/mu/blocks/0/kernel/left", {"kernel": 1, "blocks/0/kernel": 2, "mu": 3})
     'blocks/0/kernel'
     """
     parts = path.split("/")
-    inside = ("/".join(parts[start : start + size]) for size in range(len(parts), 0, -1) for start in range(len(parts) - size + 1))
-    return next((part for part in inside if part in placements), None)
+    for end in range(len(parts), 0, -1):
+        for start in range(end):
+            inside = "/".join(parts[start:end])
+            if inside in placements and (end == len(parts) or not inside.isdigit()):
+                return inside
+    return None
 
 
 def _owners(arguments: tuple[Tree, ...], resolved: Resolved) -> list[str | None]:
@@ -164,6 +170,20 @@ class _Member:
         kind = self.region.level, str(self.program), constants, self.layers is None
         return *kind, self.stacked, self.slots, self.ways, self.specs, shared
 
+    @property
+    def batched(self) -> Callable[..., Any]:
+        """The program of a batch of matrices."""
+        dims = [None if x in self.region.shared else 0 for x in self.region.inputs]
+        return jax.vmap(jaxpr_as_fun(ClosedJaxpr(self.program, ())), in_axes=dims)
+
+    def can_be_batched(self) -> bool:
+        shapes = [(() if x in self.region.shared else (1,), y.aval) for x, y in zip(self.region.inputs, self.program.invars, strict=True)]
+        try:
+            jax.eval_shape(self.batched, *[_shaped(kind, (*batch, *kind.shape)) for batch, kind in shapes])
+        except Exception:  # a primitive, such as a callback, may refuse batches in any way
+            return False
+        return True
+
     def held(self, mesh: Mesh | AbstractMesh) -> int:
         """How many matrices the devices of one position along `slots` have."""
         return 1 if self.layers is None else self.layers // _size(self.slots, mesh)
@@ -199,6 +219,7 @@ class _Program:
             if all(x.aval.size for x in (*region.inputs, *region.outputs)):  # an empty array has no shards to send
                 member = self._member(region, found, of_more)
                 groups.setdefault(member.key, []).append(member)
+        groups = {key: members for key, members in groups.items() if members[0].can_be_batched()}
         inside = {place for members in groups.values() for member in members for place in member.region.equations}
         kept = [self._branches(place, found, of_more, owners) for place in range(len(found)) if place not in inside]
         replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())])
@@ -347,8 +368,6 @@ def _local_update(member: _Member, own: list[int], held: list[int]) -> Callable[
       held: how many matrices each member has.
     """
     inputs = member.region.inputs
-    dims = [None if x in member.region.shared else 0 for x in inputs]
-    update = jax.vmap(jaxpr_as_fun(ClosedJaxpr(member.program, ())), in_axes=dims)
 
     def matrices_of(shard: jax.Array, number: int, count: int) -> jax.Array:
         """[count, ...] of what one program takes, of a shard."""
@@ -360,7 +379,7 @@ def _local_update(member: _Member, own: list[int], held: list[int]) -> Callable[
             joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in zip(shards, held, strict=True)])
             owned.append(_to_owners(joined, _inner_spec(member, number), member.ways))
         taken, others = iter(owned), iter(shared)
-        updated = update(*[next(others) if x in member.region.shared else next(taken) for x in inputs])
+        updated = member.batched(*[next(others) if x in member.region.shared else next(taken) for x in inputs])
         results = []
         for number, matrices in enumerate(updated, len(inputs)):
             shards = _from_owners(matrices, _inner_spec(member, number), member.ways)

@@ -20,7 +20,7 @@ from spmd.layout.toml_reader import loads
 from spmd.mesh import MeshSpec
 from spmd.planner.compile import PLUGIN
 from spmd.planner.hlo import collective_kind, parse
-from spmd.train.matrix_owners import Group, update_by_owners
+from spmd.train.matrix_owners import Group, param_within, update_by_owners
 from tests.nn.pipes import relative_difference
 from tests.train.test_pipelines import Tied, piped, tokens, weights
 
@@ -279,6 +279,9 @@ def normals(**shapes):
     return {name: random.normal(size=shape).astype("float32") for name, shape in shapes.items()}
 
 
+SQUARES = normals(a=(8, 8), b=(8, 8))
+
+
 def assert_close(got, wanted):
     for name, leaf in wanted.items():
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(initial=0), err_msg=name)
@@ -294,7 +297,7 @@ def test_equal_programs_before_and_after_a_norm_are_two_groups():
         scaled = jax.tree.map(lambda f: f / optax.tree_utils.tree_norm(first), first)
         return jax.tree.map(lambda h: h @ h, scaled)
 
-    updates, groups, wanted = updated(without_state(rule), normals(a=(8, 8), b=(8, 8)))
+    updates, groups, wanted = updated(without_state(rule), SQUARES)
     assert_close(updates, wanted)
     assert groups == [Group((8, 8), 2, 1)] * 2
 
@@ -303,6 +306,40 @@ def test_empty_parameters_have_an_update():
     updates, groups, wanted = updated(without_state(lambda grads: {k: g @ g.T @ g for k, g in grads.items()}), normals(a=(0, 8), b=(8, 8)))
     assert_close(updates, wanted)
     assert groups == [Group((8, 8), 1, 1)]
+
+
+def test_what_cannot_be_batched_is_left_to_the_compiler():
+    def called(g):
+        return jax.pure_callback(lambda x: 2 * np.asarray(x), g, g @ g.T @ g) @ g
+
+    updates, groups, wanted = updated(without_state(lambda grads: {"a": called(grads["a"]), "b": grads["b"] @ grads["b"]}), SQUARES)
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 1, 1)], "b has one"
+
+
+def test_states_named_like_parameters_are_not_theirs():
+    for path, names, wanted in (
+        ("0/mu/w", ("mu", "w"), "w"),
+        ("0/mu/mu", ("mu", "w"), "mu"),
+        ("0/mu/w", ("mu/w", "w"), "mu/w"),
+        ("0/L/w/left", ("L", "w"), "w"),
+        ("0/count", ("0", "1"), None),
+        ("inner/0/mu/1", ("0", "1"), "1"),
+        ("0/0/kernel/left", ("0/kernel", "1/kernel"), "0/kernel"),
+    ):
+        assert param_within(path, dict.fromkeys(names)) == wanted, path
+
+
+@pytest.mark.parametrize("names", ["L w v", "0 1 2"])
+def test_parameters_named_like_states_are_one_batch(names):
+    def update(grads, state, params=None):
+        state = {name: left + grads[name] @ grads[name].T for name, left in state["L"].items()}
+        return {name: state[name] @ grad for name, grad in grads.items()}, {"L": state}
+
+    optimizer = optax.GradientTransformation(lambda params: {"L": jax.tree.map(jnp.zeros_like, params)}, update)
+    updates, groups, wanted = updated(optax.chain(optimizer, optax.scale_by_adam()), normals(**dict.fromkeys(names.split(), (8, 8))))
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 3, 1)]
 
 
 @pytest.mark.parametrize("spec", [(), ("data",), (None, None, "data"), ("data", None, None)])
