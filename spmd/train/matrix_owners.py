@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
+from spmd.errors import LayoutError
 from spmd.jaxpr import closed_jaxprs, equations, inlined
 from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
@@ -53,6 +54,9 @@ def update_by_owners(
 
     Args:
       groups: gets the groups of matrices when `update` is traced.
+
+    Raises:
+      LayoutError: by `update`, whose program cannot be rewritten.
     """
     if mesh.size == 1:
         return optimizer
@@ -63,9 +67,13 @@ def update_by_owners(
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         arguments = updates, state, params, extra
         closed, shapes = _traced(run, arguments)
-        owners = _owners(arguments, resolved)
-        program = _Program(closed.jaxpr, _of_more_layers(optimizer, run, arguments, closed.jaxpr), owners, resolved, mesh, groups)
-        results = jaxpr_as_fun(closed.replace(jaxpr=program.rewritten()))(*jax.tree.leaves(arguments))
+        of_more, owners = _of_more_layers(optimizer, run, arguments, closed.jaxpr), _owners(arguments, resolved)
+        try:
+            jaxpr = _Program(closed.jaxpr, of_more, owners, resolved, mesh, groups).rewritten()
+        except Exception as error:
+            why = f'[optimizer] matrices = "owner": the optimizer\'s update cannot be rewritten: {type(error).__name__}: {error}'
+            raise LayoutError(why, fix="leave it out: the optimizer trains the same, and XLA places its matrices.") from error
+        results = jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)

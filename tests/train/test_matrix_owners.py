@@ -608,3 +608,10 @@ def test_unknown_owner(golden):
     golden("matrices_unknown", str(caught.value))
     with pytest.raises(LayoutError, match="no matrices"):
         spmd.Layout.load(spmd.Layout(optimizer=spmd.OptimizerState(matrices="owners")))
+
+
+def test_what_cannot_be_rewritten_is_an_error_of_the_layout(monkeypatch, golden):
+    monkeypatch.setattr("spmd.train.matrix_owners.find_regions", lambda *_: {}["axes"])
+    with pytest.raises(LayoutError) as caught:
+        groups_of(MUON(), "fsdp")
+    golden("matrices_not_rewritten", str(caught.value))
