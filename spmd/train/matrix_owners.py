@@ -173,7 +173,7 @@ class _Member:
     @property
     def key(self) -> tuple:
         """Equal for members of one group."""
-        shared = tuple(x for x in self.region.inputs if x in self.region.shared)
+        shared = tuple(self.region.shared[x] for x in self.region.inputs if x in self.region.shared)
         constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
         kind = self.region.level, str(self.program), constants, self.layers is None
         return *kind, self.stacked, self.slots, self.ways, self.specs, shared
@@ -260,7 +260,8 @@ class _Program:
                 dims = [layer_dim(x, names[x], layers) for x in atoms]
                 if {*dims} <= {0, None}:
                     program, stacked = of_one_layer(program, other, layers), tuple(dim == 0 for dim in dims)
-                    region = dataclasses.replace(region, shared=region.shared - {x for x, dim in zip(atoms, dims, strict=True) if dim == 0})
+                    layered = {x for x, dim in zip(atoms, dims, strict=True) if dim == 0}
+                    region = dataclasses.replace(region, shared={x: y for x, y in region.shared.items() if x not in layered})
             except DependentLayersError:
                 if region.without_sums is not None:  # which may be over all layers
                     return self._member(region.without_sums, found, of_more)
@@ -278,7 +279,7 @@ class _Program:
         """One equation in place of regions."""
         first = members[0]
         own = [number for number, x in enumerate(first.region.inputs) if x not in first.region.shared]
-        shared = [x for x in first.region.inputs if x in first.region.shared]
+        shared = [first.region.shared[x] for x in first.region.inputs if x in first.region.shared]
         arrays = [[member.region.inputs[number] for member in members] for number in own]
         if self.groups is not None:
             self.groups.append(_group(members, self.mesh))

@@ -37,7 +37,7 @@ class Region:
       copied: those of equations that it computes as well, because their results need not be sent then: constants, and element-wise
         functions of other inputs.
       inputs, outputs: variables that it takes from other equations, and that others take from it.
-      shared: those of the inputs that are no arrays of the parameter, such as counters.
+      shared: those of the inputs that are no arrays of the parameter, such as counters; of each the first that is computed like it.
       without_sums: the region without sums that it begins with, such as a norm; None if it has none.
     """
 
@@ -47,7 +47,7 @@ class Region:
     copied: tuple[int, ...]
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    shared: frozenset[Any]
+    shared: Mapping[Any, Any]
     without_sums: "Region | None" = None
 
     @property
@@ -106,19 +106,35 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
     for equation in found:
         if not equation.effects and constant.issuperset(variables(equation.invars)):
             constant.update(equation.outvars)
-    known = _Known(found, owner, constant, made_at, needed_in)
+    known = _Known(found, owner, constant, made_at, needed_in, _alike(found, owner))
     return [region for (path, level), places in parts.items() if (region := _region(known, path, level, places))], owner
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A program: its equations, the parameter of each variable that has one, constants, and who makes and uses a variable."""
+    """A program: its equations, the parameter of each variable that has one, constants, who makes and uses a variable, and `_alike`."""
 
     found: Sequence[Any]
     owner: Mapping[Any, str]
     constant: set[Any]
     made_at: Mapping[Any, int]
     needed_in: Mapping[Any, set[int]]
+    alike: Mapping[Any, Any]
+
+
+def _alike(found: Sequence[Any], owner: Mapping[Any, str]) -> dict[Any, Any]:
+    """Of every scalar of no parameter that element-wise functions compute, the first that is computed alike.
+
+    Each parameter's update may compute a scalar anew, such as the learning rate in the parameter's dtype.
+    """
+    alike: dict[Any, Any] = {}
+    first: dict[tuple, Any] = {}
+    for equation in found:
+        if _is_elementwise(equation) and equation.outvars[0] not in owner and not equation.outvars[0].aval.ndim:
+            inputs = tuple((x.aval, str(x.val)) if hasattr(x, "val") else alike.get(x, x) for x in equation.invars)
+            [x] = equation.outvars
+            alike[x] = first.setdefault((equation.primitive, str(equation.params), inputs, x.aval), x)
+    return alike
 
 
 def _region(known: _Known, path: str, level: int, places: list[int]) -> Region | None:
@@ -142,7 +158,7 @@ def _hull(known: _Known, path: str, level: int, places: list[int], ends: set[int
     inside = sorted(_reached(found, places, ends) & _reaching(found, places, ends))
     inputs, copied = _inputs(known, path, inside)
     outputs = [x for place in inside for x in found[place].outvars if known.needed_in.get(x, set()) - set(inside)]
-    shared = frozenset(x for x in inputs if x not in known.owner)
+    shared = {x: known.alike.get(x, x) for x in inputs if x not in known.owner}
     return Region(path, level, tuple(inside), copied, inputs, tuple(outputs), shared)
 
 

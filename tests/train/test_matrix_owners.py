@@ -308,6 +308,33 @@ def test_empty_parameters_have_an_update():
     assert groups == [Group((8, 8), 1, 1)]
 
 
+@pytest.mark.parametrize(
+    "optimizer", [optax.contrib.muon(0.02), optax.inject_hyperparams(optax.contrib.muon)(0.02)], ids=["muon", "injected"]
+)
+def test_scalars_that_are_computed_alike_are_one(optimizer):
+    """Of bfloat16 parameters each converts the scalars that they share."""
+    grads = {name: jnp.asarray(leaf, "bfloat16") for name, leaf in SQUARES.items()}
+    assert updated(optimizer, grads)[1] == [Group((8, 8), 2, 1)]
+
+
+def test_conditions_that_are_computed_alike_are_one():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: jax.lax.cond(state % 10 == 0, lambda g: g @ g @ g, lambda g: g @ g, g), grads), state + 1
+
+    updates, groups, wanted = updated(optax.GradientTransformation(lambda params: jnp.int32(3), update), SQUARES)
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 2, 1)]
+
+
+def test_scalars_that_differ_are_two():
+    def update(grads, state, params=None):
+        return {name: (state + number) * (g @ g) @ g for number, (name, g) in enumerate(grads.items())}, state
+
+    updates, groups, wanted = updated(optax.GradientTransformation(lambda params: jnp.float32(3), update), SQUARES)
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 1, 1)] * 2
+
+
 def test_what_cannot_be_batched_is_left_to_the_compiler():
     def called(g):
         return jax.pure_callback(lambda x: 2 * np.asarray(x), g, g @ g.T @ g) @ g
