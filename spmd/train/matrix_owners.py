@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import LayoutError
-from spmd.jaxpr import closed_jaxprs, equations, inlined
+from spmd.jaxpr import closed_jaxprs, equations, inlined, inner_jaxprs
 from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
 from spmd.train.matrix_regions import DependentLayersError, Region, find_regions, layer_dim, needs_matrix, of_one_layer, variables
@@ -40,11 +40,15 @@ class Group:
       shape: of one matrix.
       matrices: how many there are, layers of stacks counted.
       most: how many the devices with the most own.
+      paths: the parameters, each with the number of its matrices.
+      program: equal for groups whose scalars alone differ.
     """
 
     shape: tuple[int, ...]
     matrices: int
     most: int
+    paths: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    program: tuple = dataclasses.field(default=(), compare=False, repr=False)
 
 
 def update_by_owners(
@@ -86,11 +90,35 @@ def owner_notes(optimizer: optax.GradientTransformationExtraArgs, state: Any, re
     groups: list[Group] = []
     grads, opt = abstract((state.params, state.opt))
     update = update_by_owners(optimizer, resolved, mesh, groups).update
-    jax.eval_shape(lambda grads, opt: update(grads, opt, grads, value=jnp.float32(0)), grads, opt)
+    traced = jax.make_jaxpr(lambda grads, opt: update(grads, opt, grads, value=jnp.float32(0)))(grads, opt)
+    products = _products_outside(traced.jaxpr)
+    left = "products of several parameters' arrays, in a loop over them, or next to what cannot be batched, are left to the compiler"
+    left = f"{left}: {products}."
     if not groups:
-        return ['note: [optimizer] matrices = "owner": the optimizer multiplies and factorizes no matrices, so none has an owner.']
+        why = f"none has an owner: {left}" if products else "the optimizer multiplies and factorizes no matrices, so none has an owner."
+        return [f'note: [optimizer] matrices = "owner": {why}']
+    counts: dict[str, int] = {}
+    for group in groups:
+        counts |= {path: max(count, counts.get(path, 0)) for path, count in group.paths.items()}
     shapes = ", ".join(f"{group.matrices} of {list(group.shape)} (at most {group.most} on a device)" for group in groups)
-    return [f"[optimizer] matrices: {sum(group.matrices for group in groups)} have owners: {shapes}."]
+    notes = [f"[optimizer] matrices: {sum(counts.values())} have owners: {shapes}."]
+    if products:
+        notes.append(f"note: [optimizer] matrices: {left}")
+    alike = [sum(other.program == group.program for other in groups) > 1 and group.matrices < mesh.size for group in groups]
+    if few := sum(alike):
+        why = f"batches of fewer matrices than the mesh has devices, because scalars that equal programs use differ: {few}."
+        notes.append(f"note: [optimizer] matrices: {why}")
+    return notes
+
+
+def _products_outside(jaxpr: Any) -> int:
+    """How many products and factorizations of matrices owners do not compute."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "shard_map" and needs_matrix(equation):
+            inner = [*inner_jaxprs(equation)]
+            count += sum(_products_outside(each) for each in inner) if inner else 1
+    return count
 
 
 def param_within(path: str, placements: Mapping[str, Any]) -> str | None:
@@ -173,10 +201,14 @@ class _Member:
     @property
     def key(self) -> tuple:
         """Equal for members of one group."""
-        shared = tuple(self.region.shared[x] for x in self.region.inputs if x in self.region.shared)
+        return self.kind, tuple(self.region.shared[x] for x in self.region.inputs if x in self.region.shared)
+
+    @property
+    def kind(self) -> tuple:
+        """Equal for members of one group, and of groups that differ in shared inputs."""
         constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
         kind = self.region.level, str(self.program), constants, self.layers is None
-        return *kind, self.stacked, self.slots, self.ways, self.specs, shared
+        return *kind, self.stacked, self.slots, self.ways, self.specs
 
     @property
     def batched(self) -> Callable[..., Any]:
@@ -325,10 +357,10 @@ def _in_order(found: list[Any]) -> list[Any]:
 
 def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
-    matrices = sum(member.layers or 1 for member in members)
-    return Group(
-        first.shape, matrices, -(-sum(member.held(mesh) for member in members) // math.prod(_size(way, mesh) for way in first.ways))
-    )
+    paths = {member.region.path: member.layers or 1 for member in members}
+    places = math.prod(_size(way, mesh) for way in first.ways)
+    most = -(-sum(member.held(mesh) for member in members) // places)
+    return Group(first.shape, sum(member.layers or 1 for member in members), most, paths, first.kind)
 
 
 # where a matrix goes ----------------------------------------------------------------------------------------------------

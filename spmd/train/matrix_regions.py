@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Var
 
 from spmd.jaxpr import equations, inner_jaxprs
@@ -123,15 +124,15 @@ class _Known:
 
 
 def _alike(found: Sequence[Any], owner: Mapping[Any, str]) -> dict[Any, Any]:
-    """Of every scalar of no parameter that element-wise functions compute, the first that is computed alike.
+    """Of every variable of no parameter that element-wise functions compute, the first that is computed alike.
 
     Each parameter's update may compute a scalar anew, such as the learning rate in the parameter's dtype.
     """
     alike: dict[Any, Any] = {}
     first: dict[tuple, Any] = {}
     for equation in found:
-        if _is_elementwise(equation) and equation.outvars[0] not in owner and not equation.outvars[0].aval.ndim:
-            inputs = tuple((x.aval, str(x.val)) if hasattr(x, "val") else alike.get(x, x) for x in equation.invars)
+        if _is_elementwise(equation) and equation.outvars[0] not in owner:
+            inputs = tuple((x.aval, np.asarray(x.val).tobytes()) if hasattr(x, "val") else alike.get(x, x) for x in equation.invars)
             [x] = equation.outvars
             alike[x] = first.setdefault((equation.primitive, str(equation.params), inputs, x.aval), x)
     return alike

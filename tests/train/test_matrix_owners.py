@@ -20,7 +20,7 @@ from spmd.layout.toml_reader import loads
 from spmd.mesh import MeshSpec
 from spmd.planner.compile import PLUGIN
 from spmd.planner.hlo import collective_kind, parse
-from spmd.train.matrix_owners import Group, param_within, update_by_owners
+from spmd.train.matrix_owners import Group, owner_notes, param_within, update_by_owners
 from tests.nn.pipes import relative_difference
 from tests.train.test_pipelines import Tied, piped, tokens, weights
 
@@ -463,6 +463,46 @@ def test_notes_say_which_matrices_have_owners():
     trainer = trainer_of(optax.adamw(0.1), "fsdp", "owner")
     trainer.prepare(batches()[0])
     assert any("the optimizer multiplies and factorizes no matrices, so none has an owner" in note for note in trainer.notes())
+
+
+LEFT = "products of several parameters' arrays, in a loop over them, or next to what cannot be batched, are left to the compiler"
+ONE = "1 of [8, 16] (at most 1 on a device)"
+NOTED = {  # of `first`, [8, 16], `head`, [16, 8], and others that have no product
+    "products of two parameters": (
+        lambda g, state: {"first": jnp.pad((h := g["first"] @ g["head"]) @ h, ((0, 0), (0, 8)))},
+        [f'note: [optimizer] matrices = "owner": none has an owner: {LEFT}: 2.'],
+    ),
+    "products of one as well": (
+        lambda g, state: {"head": (g["head"].T @ g["head"] @ g["first"]).T, "first": g["first"] @ g["first"].T @ g["first"]},
+        [f"[optimizer] matrices: 2 have owners: 1 of [16, 8] (at most 1 on a device), {ONE}.", f"note: [optimizer] matrices: {LEFT}: 1."],
+    ),
+    "before and after a norm": (
+        lambda g, state: {"first": (h := g["first"] @ g["first"].T) / optax.tree_utils.tree_norm((h, g["head"])) @ h @ g["first"]},
+        [f"[optimizer] matrices: 1 have owners: {ONE}, {ONE}."],
+    ),
+    "scalars of each": (
+        lambda g, state: {"first": (1 + state) * (g["first"] @ g["first"].T) @ g["first"], "blocks": scaled(state, g["blocks"])},
+        [
+            f"[optimizer] matrices: 4 have owners: {', '.join([ONE, *['1 of [16, 16] (at most 1 on a device)'] * 3])}.",
+            "note: [optimizer] matrices: batches of fewer matrices than the mesh has devices, because scalars that equal programs use "
+            "differ: 3.",
+        ],
+    ),
+}
+
+
+def scaled(state, blocks):
+    return [{"kernel": (number + state) * (k @ k) @ k} for number, k in enumerate(jax.tree.leaves(blocks))]
+
+
+@pytest.mark.parametrize(("rule", "wanted"), NOTED.values(), ids=NOTED)
+def test_notes_say_what_owners_do_not_compute(rule, wanted):
+    def update(grads, state, params=None):
+        return grads | rule(grads, state), state
+
+    optimizer = optax.GradientTransformation(lambda params: jnp.float32(3), update)
+    placed = trainer_of(optimizer, "fsdp", "owner").placed
+    assert owner_notes(placed.optimizer, placed.abstract_state, placed.resolved, placed.mesh) == wanted
 
 
 # collectives of compiled programs -------------------------------------------------------------------------------------
