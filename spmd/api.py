@@ -231,7 +231,8 @@ def fit(
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     check_integer(data_retries, "data_retries", 0)
-    config, traced = as_checkpoint(checkpoint), as_profile(profile)
+    config = as_checkpoint(checkpoint)
+    traced = as_profile(profile, None if config is None else Path(config.path))
     account = TimeAccount.open(None if config is None else Path(config.path))
     join()
     folder = choose_folder(compile_cache, None if config is None else config.path)

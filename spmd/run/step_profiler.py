@@ -18,7 +18,7 @@ from spmd.render.html import document
 from spmd.run.config import RunState
 from spmd.run.goodput import PAGE_STYLE, WAITING
 from spmd.run.progress import NoProgress, Progress
-from spmd.user_paths import as_path
+from spmd.user_paths import as_path, blocking_file, make_folder, wrap_os_errors
 
 MOST = 100  # steps: a trace has every operation of every device
 FOLDER, PAGE = "profile", "profile.html"
@@ -81,13 +81,23 @@ class Profile:
         return f"step {self.end}" if self.end == self.begin + 1 else f"steps {self.begin + 1} to {self.end}"
 
 
-def as_profile(value: Any) -> Profile | None:
-    """The option `profile` of `fit`.
+def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
+    """The option `profile` of `fit`, whose folder is made; that in the run's folder is only looked at, as the run may be refused.
 
     Raises:
-      OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`.
+      OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`; or the folder cannot be made, or not written to.
     """
-    return value if value is None or isinstance(value, Profile) else Profile(value)
+    if value is None:
+        return None
+    profile = value if isinstance(value, Profile) else Profile(value)
+    folder = None if profile.folder is None else Path(profile.folder)
+    if folder is not None:
+        make_folder(folder, OptionError)
+        with wrap_os_errors(folder, OptionError, "folder"), tempfile.TemporaryFile(dir=folder):
+            pass
+    elif run_folder is not None and (why := blocking_file(run_folder / FOLDER)) is not None:
+        raise OptionError(f"Profile: the folder {run_folder / FOLDER} cannot be created: {why}.", fix="Profile(steps, folder=...).")
+    return profile
 
 
 class StepProfiler:
@@ -102,6 +112,8 @@ class StepProfiler:
     Attributes:
       profile: what `summarize` has returned; None before, and if something failed.
     """
+
+    unwritten = False  # whether this process has a trace that could not be written: JAX starts no other one before it is stopped
 
     def __init__(self, options: Profile, run_folder: Path | None, progress: NoProgress | Progress, summarize: Callable[..., Any]):
         self._options, self._run_folder, self._progress, self._summarize = options, run_folder, progress, summarize
@@ -138,7 +150,16 @@ class StepProfiler:
         """Stop without a summary, after an error."""
         if self._state == TRACING:
             self._state = DONE
-            self._bounded("stopped", jax.profiler.stop_trace)
+            self._bounded("stopped", self._stop_trace)
+
+    @staticmethod
+    def _stop_trace() -> None:
+        try:
+            jax.profiler.stop_trace()
+        except Exception:
+            StepProfiler.unwritten = True
+            raise
+        StepProfiler.unwritten = False
 
     def _start(self, run: RunState) -> None:
         self._state, self._first = DONE, run.step + 1
@@ -149,6 +170,9 @@ class StepProfiler:
         options.python_tracer_level, options.host_tracer_level = 0, 1  # operations, and not each call of Python
 
         def start() -> None:
+            if StepProfiler.unwritten:
+                with contextlib.suppress(Exception):
+                    self._stop_trace()
             jax.profiler.start_trace(self._folder, profiler_options=options)
             if self._given_up.is_set():
                 jax.profiler.stop_trace()  # nothing else would
@@ -160,7 +184,7 @@ class StepProfiler:
         self._state = DONE
         waited = run.account.goodput[WAITING] - self._waited
         jax.block_until_ready(run.state)
-        if not self._bounded("stopped", jax.profiler.stop_trace) or jax.process_index() != 0:
+        if not self._bounded("stopped", self._stop_trace) or jax.process_index() != 0:
             return
         with watchdog.current().local_work():
             self._summarise(run, waited)

@@ -146,6 +146,31 @@ def test_profiler_that_fails_is_abandoned(tmp_path, caplog):
     assert len(said(caplog)) == 1 and "is abandoned: RuntimeError: Profile has already been started" in said(caplog)[0]
 
 
+def test_folder_that_cannot_be_made_is_refused_before_compiling(tmp_path):
+    (tmp_path / "afile").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").touch()
+    before = compilations()
+    for options in ({"profile": Profile("1:2", tmp_path / "afile")}, {"profile": "1:2", "checkpoint": tmp_path / "run"}):
+        with pytest.raises(OptionError, match="cannot be created: .* is a file"):
+            fit(steps=2, **options)
+    assert compilations() == before
+
+
+def test_trace_that_cannot_be_written_does_not_keep_later_ones_from_starting(tmp_path, caplog):
+    traces = tmp_path / "traces"
+
+    def replace_by_a_file(info):
+        if info.step == 1:
+            traces.rmdir()
+            traces.touch()
+
+    result = fit(steps=4, callbacks=[replace_by_a_file], profile=Profile("2:3", traces))
+    assert result.profile is None and len(said(caplog)) == 1 and "traces is not a directory" in said(caplog)[0]
+    traces.unlink()
+    assert fit(steps=4, profile=Profile("2:3", tmp_path / "other")).profile.last == 3
+
+
 def test_trace_that_cannot_be_summarised_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("spmd.planner.step_profile.read_trace", lambda path: [])
     result = fit(steps=4, profile=Profile("2:3", tmp_path))
