@@ -94,11 +94,15 @@ class StepProfile:
         return lines[name]
 
     @property
+    def _steps(self) -> str:
+        return f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+    @property
     def title(self) -> str:
         """What was traced."""
         beside = f", beside the plan for {self.target}" if self.target else ""
         many = f"{self.devices} device{'s' * (self.devices > 1)}"
-        return f"steps {self.first} to {self.last} on {many}{beside}: time of a step, mean over steps and devices"
+        return f"{self._steps} on {many}{beside}: time of a step, mean over steps and devices"
 
     def grouped_layers(self, most: int = SHOWN) -> tuple[Line, ...]:
         """The layers with those below the same module added up, at the greatest depth at which there are at most `most` lines."""
@@ -140,7 +144,7 @@ class StepProfile:
     def __repr__(self) -> str:
         step = self[STEP]
         predicted = "" if step.predicted is None else f", {seconds(step.predicted)} predicted"
-        return f"StepProfile of steps {self.first} to {self.last}: {seconds(step.measured)} per step{predicted}"
+        return f"StepProfile of {self._steps}: {seconds(step.measured)} per step{predicted}"
 
     def _repr_html_(self) -> Html:
         tables = "".join(f'<div class="wide">{table((name, *HEADER), rows)}</div>' for name, rows in self._tables())
@@ -219,9 +223,9 @@ def profile_of(
     traced = executions // len(measured) * steps_per_call
     notes = _notes(placed, target, cluster, waited / traced, operations)
     if steps_per_call > 1:
-        notes.append(
-            f"note: {executions // len(measured)} calls of {steps_per_call} steps; what a call does beside its steps is a part of them."
-        )
+        count = executions // len(measured)
+        many = f"{count} call{'s' * (count > 1)} of {steps_per_call} steps"
+        notes.append(f"note: {many}; what a call does beside its steps is a part of them.")
     if len(measured) < placed.mesh.devices.size:
         notes.append(f"note: these are {len(measured)} of {placed.mesh.devices.size} devices, those of process 0.")
     if traced < sum(calls):

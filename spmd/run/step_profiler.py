@@ -51,7 +51,7 @@ class Profile:
     seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        numbers = re.fullmatch(r"(\d+):(\d+)", self.steps.strip()) if isinstance(self.steps, str) else None
+        numbers = re.fullmatch(r"([0-9]+):([0-9]+)", self.steps.strip()) if isinstance(self.steps, str) else None
         if numbers is None:
             raise OptionError(f"Profile: steps={short_repr(self.steps)}.", fix='two numbers of steps, such as "10:15".')
         begin, end = int(numbers[1]), int(numbers[2])
@@ -199,7 +199,7 @@ class StepProfiler:
             page = (self._folder if self._run_folder is None else self._run_folder) / PAGE
             page.write_text(document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE), encoding="utf-8")
         except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
-            self._warn(f"the trace in {self._folder} has no summary: {first_line(error)}. Training continues")
+            self._warn(f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues")
             return
         self._progress.say(str(self.profile))
         if isinstance(self._progress, NoProgress):
@@ -235,8 +235,13 @@ class StepProfiler:
             self._given_up.set()
             errors.append(TimeoutError(f"it has not {done} within {self._options.seconds:g} seconds"))
         if errors:
-            self._warn(f"the profiler is abandoned: {first_line(errors[0])}. Training continues")
+            self._warn(f"the profiler is abandoned: {_cause(errors[0])}. Training continues")
         return not errors
 
     def _warn(self, why: str) -> None:
         logging.getLogger("spmd").warning("profile: %s.", why)
+
+
+def _cause(error: BaseException) -> str:
+    """An error's first line, inside of a sentence."""
+    return first_line(error).rstrip(".")

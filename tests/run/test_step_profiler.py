@@ -16,6 +16,7 @@ INVALID = {
     "not a range": ("x", "two numbers of steps"),
     "one number": ("10", "two numbers of steps"),
     "open": ("10:", "two numbers of steps"),
+    "other digits": ("٤:٨", "two numbers of steps"),
     "no text": (10, "two numbers of steps"),
     "backwards": ("15:10", '"10:15"'),
     "empty": ("10:10", '"10:15"'),
@@ -91,6 +92,7 @@ def test_steps_are_counted_from_the_start_of_training(tmp_path, caplog):
     caplog.clear()
     assert fit(steps=9, checkpoint=tmp_path, resume=True, profile="2:4").profile is None
     assert said(caplog) == ["profile: no trace of steps 3 to 4, because the run began at step 7."]
+    assert repr(resumed.profile).startswith("StepProfile of step 6: ") and str(resumed.profile).startswith("PROFILE of step 6 on 8 devices")
 
 
 def test_calls_of_several_steps_are_traced_in_full(tmp_path):
@@ -98,7 +100,7 @@ def test_calls_of_several_steps_are_traced_in_full(tmp_path):
     result = fit(data, epochs=4, profile=Profile("7:9", tmp_path))
     profile = result.profile
     assert (profile.first, profile.last) == (6, 10)
-    assert any("1 calls of 5 steps" in note for note in profile.notes)
+    assert any("note: 1 call of 5 steps" in note for note in profile.notes)
     parts = sum(line.measured for line in profile.kinds[: [line.name for line in profile.kinds].index("step")])
     assert parts == pytest.approx(profile["step"].measured)
 
@@ -144,6 +146,7 @@ def test_profiler_that_fails_is_abandoned(tmp_path, caplog):
         result = fit(steps=4, profile=Profile("2:3", tmp_path))
     assert result.profile is None and len(result.history) == 4
     assert len(said(caplog)) == 1 and "is abandoned: RuntimeError: Profile has already been started" in said(caplog)[0]
+    assert said(caplog)[0].endswith("at a time. Training continues.")
 
 
 def test_folder_that_cannot_be_made_is_refused_before_compiling(tmp_path):
@@ -152,7 +155,7 @@ def test_folder_that_cannot_be_made_is_refused_before_compiling(tmp_path):
     (tmp_path / "run" / "profile").touch()
     before = compilations()
     for options in ({"profile": Profile("1:2", tmp_path / "afile")}, {"profile": "1:2", "checkpoint": tmp_path / "run"}):
-        with pytest.raises(OptionError, match="cannot be created: .* is a file"):
+        with pytest.raises(OptionError, match=r"cannot be created: .* is a file"):
             fit(steps=2, **options)
     assert compilations() == before
 
