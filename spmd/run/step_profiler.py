@@ -16,8 +16,9 @@ from spmd.distributed import watchdog
 from spmd.errors import OptionError, first_line, short_repr
 from spmd.render.html import document
 from spmd.run.config import RunState
-from spmd.run.goodput import PAGE_STYLE, WAITING
+from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
 from spmd.run.progress import NoProgress, Progress
+from spmd.run.time_account import TimeAccount
 from spmd.user_paths import as_path, blocking_file, make_folder, wrap_os_errors
 
 MOST = 100  # steps: a trace has every operation of every device
@@ -146,11 +147,12 @@ class StepProfiler:
             why = f"began at step {self._began_at}" if passed else f"ended after step {run.step}"
             self._warn(f"no trace of {self._options}, because the run {why}")
 
-    def close(self) -> None:
+    def close(self, account: TimeAccount) -> None:
         """Stop without a summary, after an error."""
         if self._state == TRACING:
             self._state = DONE
-            self._bounded("stopped", self._stop_trace)
+            with account(PROFILING):
+                self._bounded("stopped", self._stop_trace)
 
     @staticmethod
     def _stop_trace() -> None:
@@ -163,9 +165,15 @@ class StepProfiler:
 
     def _start(self, run: RunState) -> None:
         self._state, self._first = DONE, run.step + 1
+        jax.block_until_ready(run.state)  # so that the trace has no earlier step
+        with run.account(PROFILING):
+            started = self._start_trace()
+        if started:
+            self._state, self._waited = TRACING, run.account.goodput[WAITING]
+
+    def _start_trace(self) -> bool:
         self._folder = self._make_folder()
         self._earlier = self._traces()
-        jax.block_until_ready(run.state)  # so that the trace has no earlier step
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level, options.host_tracer_level = 0, 1  # operations, and not each call of Python
 
@@ -177,17 +185,16 @@ class StepProfiler:
             if self._given_up.is_set():
                 jax.profiler.stop_trace()  # nothing else would
 
-        if self._bounded("started", start):
-            self._state, self._waited = TRACING, run.account.goodput[WAITING]
+        return self._bounded("started", start)
 
     def _finish(self, run: RunState) -> None:
         self._state = DONE
         waited = run.account.goodput[WAITING] - self._waited
         jax.block_until_ready(run.state)
-        if not self._bounded("stopped", self._stop_trace) or jax.process_index() != 0:
-            return
-        with watchdog.current().local_work():
-            self._summarise(run, waited)
+        with run.account(PROFILING):
+            if self._bounded("stopped", self._stop_trace) and jax.process_index() == 0:
+                with watchdog.current().local_work():
+                    self._summarise(run, waited)
 
     def _summarise(self, run: RunState, waited: float) -> None:
         try:

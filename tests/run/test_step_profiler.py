@@ -54,6 +54,7 @@ def test_profile_is_of_the_steps_asked_for_and_the_run_is_the_same(tmp_path, cap
     result = fit(steps=6, profile="2:4", checkpoint=tmp_path)
     assert same(plain.state, result.state) and list(plain.history["loss"]) == list(result.history["loss"]) and plain.profile is None
     profile = result.profile
+    assert result.goodput["profiling"] > 0 == plain.goodput["profiling"]
     assert (profile.first, profile.last, profile.devices) == (3, 4, 8)
     assert profile.folder.is_relative_to(tmp_path / "profile") and profile.target == "1x8xcpu"
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
