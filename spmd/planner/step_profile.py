@@ -221,7 +221,7 @@ def profile_of(
     plan = PredictedStep(timeline_of(module, *axes, temporaries=temporaries), steps_per_call, known=cluster is not None)
     operations = _operations(charged, plan, module, instructions)
     traced = executions // len(measured) * steps_per_call
-    notes = _notes(placed, target, cluster, waited / traced, operations)
+    notes = _notes(placed, target, cluster, waited * len(measured) / gaps / steps_per_call, operations)
     if steps_per_call > 1:
         count = executions // len(measured)
         many = f"{count} call{'s' * (count > 1)} of {steps_per_call} steps"
@@ -237,7 +237,8 @@ def profile_of(
 def _notes(
     placed: PlacedModel, target: Cluster | None, cluster: Cluster | None, waited: float, operations: Sequence[Operation]
 ) -> list[str]:
-    """Remarks on what was predicted, and on what is in which line; `waited`: seconds of a step."""
+    """Remarks on what was predicted, and on what is in which line; `waited`: seconds of a step, as those
+    between steps."""
     many, notes = placed.mesh.devices.size, []
     how = f'spmd calibrate{f" --devices {many}" if placed.platform == "cpu" else ""} --out mine.toml, then target="{many}xmine.toml".'
     if cluster is None:
