@@ -57,7 +57,7 @@ class StepProfile:
     runs, which is *exposed*; elsewhere it is *hidden*. A moment of a step in which nothing runs is launch overhead.
 
     Attributes:
-      first, last: numbers of the traced steps.
+      first, last: numbers of the traced steps, of those whose numbers are shown.
       devices: how many of this process's devices the trace has.
       kinds: lines by kind. They add up to the line "step"; those below it are not part of it.
       layers: lines by the path of a layer, forward and backward, largest first. With launch overhead they add up to the step.
@@ -186,7 +186,7 @@ def profile_of(
       trace: the file `NAME.xplane.pb`.
       target: for which the step is predicted; None: the shipped description of these devices.
       rows: of a full batch.
-      first, last: numbers of the steps.
+      first, last: numbers of the traced steps.
       calls: how many steps each traced call made.
       waited: seconds in which devices waited for data.
 
@@ -228,10 +228,29 @@ def profile_of(
         notes.append(f"note: {many}; what a call does beside its steps is a part of them.")
     if len(measured) < placed.mesh.devices.size:
         notes.append(f"note: these are {len(measured)} of {placed.mesh.devices.size} devices, those of process 0.")
+    shown = [(first, last)]
     if traced < sum(calls):
         notes.append(f"note: {traced} of {sum(calls)} steps ran the same program, which are these; the others count as other programs.")
+        shown = _steps_of(calls, first, several=program[0] == PROGRAMS[1])
+        if sum(end - begin + 1 for begin, end in shown) != traced:
+            shown = [(first, last)]  # which of them it was is not known
+        elif len(shown) > 1:
+            notes.append(f"note: these are steps {', '.join(f'{begin} to {end}' for begin, end in shown)}.")
     layers, name = _layers(operations, plan), "" if cluster is None else str(cluster)
-    return StepProfile(first, last, len(measured), _kinds(mean, operations, plan), layers, operations, name, trace.parent, tuple(notes))
+    steps = shown[0][0], shown[-1][1]
+    return StepProfile(*steps, len(measured), _kinds(mean, operations, plan), layers, operations, name, trace.parent, tuple(notes))
+
+
+def _steps_of(calls: Sequence[int], first: int, *, several: bool) -> list[tuple[int, int]]:
+    """Numbers of the steps that were made by calls of several steps, or one by one: the first and the last one of each stretch."""
+    stretches: list[tuple[int, int]] = []
+    for count in calls:
+        if (count > 1) == several:
+            joins = stretches and stretches[-1][1] == first - 1
+            begin = stretches.pop()[0] if joins else first
+            stretches.append((begin, first + count - 1))
+        first += count
+    return stretches
 
 
 def _notes(

@@ -124,6 +124,16 @@ class StepProfiler:
         self._folder, self._earlier = Path(), dict[Path, int]()
         self.profile: Any = None
 
+    def check(self, steps_per_call: int) -> None:
+        """Refuse calls of too many steps.
+
+        Raises:
+          OptionError: a call, which is traced in full, makes more than 100 steps.
+        """
+        if steps_per_call > MOST:
+            why = f'profile="{self._options.steps}": a call is traced in full, makes {steps_per_call} steps, and at most {MOST} are traced.'
+            raise OptionError(why, fix=f"spmd.data.resident(data, steps_per_call={MOST // 2}).")
+
     @contextlib.contextmanager
     def call(self, run: RunState, count: int) -> Iterator[None]:
         """Around a call that dispatches `count` steps."""

@@ -106,6 +106,27 @@ def test_calls_of_several_steps_are_traced_in_full(tmp_path):
     assert parts == pytest.approx(profile["step"].measured)
 
 
+def test_calls_of_many_steps_are_refused_before_training(tmp_path):
+    def data(steps_per_call):
+        return spmd.data.resident(numbers(1280), steps_per_call=steps_per_call)
+
+    options = {"batch_size": 8, "epochs": 1, "profile": Profile("7:9", tmp_path)}
+    trained = []
+    with pytest.raises(OptionError, match="makes 120 steps, and at most 100") as refused:
+        fit(data(120), callbacks=[trained.append], **options)
+    assert not trained and "steps_per_call=50" in refused.value.fix
+    assert fit(data(50), **options).profile.last == 50
+
+
+def test_title_names_the_steps_whose_numbers_are_shown(tmp_path):
+    data = spmd.data.resident(numbers(160), steps_per_call=4)  # of the 5 steps of an epoch the last one is a call of its own
+    profile = fit(data, epochs=4, profile=Profile("1:8", tmp_path)).profile
+    assert (profile.first, profile.last) == (1, 9) and "note: these are steps 1 to 4, 6 to 9." in profile.notes
+    assert any(note.startswith("note: 8 of 9 steps ran") for note in profile.notes)
+    profile = fit(data, epochs=4, profile=Profile("4:8", tmp_path)).profile
+    assert (profile.first, profile.last) == (6, 9) and profile.title.startswith("steps 6 to 9 on")
+
+
 def test_waiting_for_data_is_between_steps(tmp_path):
     arrived = threading.Event()
 
