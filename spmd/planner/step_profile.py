@@ -226,6 +226,10 @@ def profile_of(
         count = executions // len(measured)
         many = f"{count} call{'s' * (count > 1)} of {steps_per_call} steps"
         notes.append(f"note: {many}; what a call does beside its steps is a part of them.")
+    start_step = placed.resolved.layout.gradients.start_step
+    if first <= start_step:
+        early = f"{min(last, start_step) - first + 1} of {last - first + 1} steps"
+        notes.append(f"note: {early} reduce gradients exactly, before start_step={start_step}; predicted is a step with the codec.")
     if len(measured) < placed.mesh.devices.size:
         notes.append(f"note: these are {len(measured)} of {placed.mesh.devices.size} devices, those of process 0.")
     shown = [(first, last)]

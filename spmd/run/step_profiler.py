@@ -140,6 +140,8 @@ class StepProfiler:
         options = self._options
         self._began_at = run.step if self._began_at is None else self._began_at
         if self._state == BEFORE and run.step < options.end and run.step + count > options.begin:
+            if self._began_at > options.begin:
+                self._warn(f"not all of {options}, because the run began at step {self._began_at}")
             self._start(run)
         yield
         if self._state == TRACING:

@@ -174,6 +174,12 @@ def test_waiting_and_the_time_between_steps_are_shares_of_the_same(tmp_path):
     assert "note: of the time between steps, devices wait 1 s per step for data." in profile.notes  # in three gaps
 
 
+def test_steps_before_a_codec_is_used_are_named(tmp_path):
+    layout = spmd.Layout(gradients=spmd.Gradients("all_reduce", "int8", start_step=4))
+    notes = profiled(tmp_path, layout=layout).profile.notes
+    assert "note: 2 of 4 steps reduce gradients exactly, before start_step=4; predicted is a step with the codec." in notes
+
+
 def test_loops_are_charged_for_what_they_run(tmp_path):
     def looped(params, x):
         def body(x, _):

@@ -91,8 +91,11 @@ def test_steps_are_counted_from_the_start_of_training(tmp_path, caplog):
     resumed = fit(steps=7, checkpoint=tmp_path, resume=True, profile="5:6")
     assert (resumed.profile.first, resumed.profile.last) == (6, 6)
     caplog.clear()
+    later = fit(steps=8, checkpoint=tmp_path, resume=True, profile="5:8")
+    assert later.profile.last == 8 and said(caplog)[0] == "profile: not all of steps 6 to 8, because the run began at step 7."
+    caplog.clear()
     assert fit(steps=9, checkpoint=tmp_path, resume=True, profile="2:4").profile is None
-    assert said(caplog) == ["profile: no trace of steps 3 to 4, because the run began at step 7."]
+    assert said(caplog) == ["profile: no trace of steps 3 to 4, because the run began at step 8."]
     assert repr(resumed.profile).startswith("StepProfile of step 6: ") and str(resumed.profile).startswith("PROFILE of step 6 on 8 devices")
 
 
