@@ -159,7 +159,7 @@ class Program:
         for name in self.eval_names:
             sums, counts = np.asarray(total, np.float64)[:, columns == name]
             metric = self._eval_objective.metrics.get(name)
-            found[name] = metric.finish(sums) if isinstance(metric, FromSums) else float(means(sums, counts)[0])
+            found[name] = metric.value(name, sums) if isinstance(metric, FromSums) else float(means(sums, counts)[0])
         return found
 
     @functools.cached_property

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import LossError
+from spmd.errors import LossError, OptionError, first_line, short_repr, user_line
 from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
 from spmd.tree import describe
@@ -28,6 +28,9 @@ class FromSums(PerExample):
     `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows, ..., k]. `finish` gets their sums over
     all rows and positions that count, float64[k], on the host, and gives the metric.
 
+    Raises:
+      OptionError: there is no `finish`, or it is no function.
+
     Example:
       >>> import jax.numpy as jnp
       >>> squares = lambda outputs, targets: jnp.stack([(outputs - targets) ** 2, jnp.ones(outputs.shape)], axis=-1)
@@ -38,6 +41,27 @@ class FromSums(PerExample):
 
     finish: Callable[[np.ndarray], float] = _no_finish
 
+    def __post_init__(self) -> None:
+        if self.finish is _no_finish or not callable(self.finish):
+            why = "there is no `finish`" if self.finish is _no_finish else f"finish={short_repr(self.finish)} is no function"
+            third = ", and the third argument, `inputs`, is a function" if callable(self.inputs) else ""
+            raise OptionError(f"FromSums {short_repr(self.name)}: {why}{third}.", fix="FromSums(function, name, finish=...).")
+
+    def value(self, name: str, sums: np.ndarray) -> float:
+        """What `finish` gives; `name`: of the metric.
+
+        Raises:
+          LossError: it fails, or gives no number.
+        """
+        what = f'metric "{name}": finish, given the sums {describe(sums)},'
+        try:
+            value = self.finish(sums)
+        except Exception as error:
+            raise LossError(f"{what} raised {first_line(error)}{user_line(error)}") from error
+        if np.ndim(value) or np.asarray(value).dtype.kind not in "biuf":
+            raise LossError(f"{what} returned {short_repr(value)}.", fix="one number.")
+        return float(value)
+
     def __call__(self, model: Any, batch: Any) -> Columns:
         """The k numbers of each row; calls the model."""
         inputs, targets = self.split(batch)
@@ -45,6 +69,9 @@ class FromSums(PerExample):
         values = self.function(model(inputs), targets if counts is None else jnp.where(counts, targets, jnp.zeros_like(targets)))
         if getattr(values, "ndim", 0) < 2:
             raise LossError(f"{self.name}: {describe(values)}; wanted [rows, ..., k], k numbers for each row.")
+        rows = jax.tree.leaves(targets)[0].shape[0]
+        if values.shape[0] != rows:
+            raise LossError(f"{self.name}: {describe(values)} for {rows} rows.", fix="[rows, ..., k], k numbers for each row.")
         values = values.astype(jnp.float32)
         if counts is not None:
             if values.shape[:-1] != counts.shape:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.errors import LossError
+from spmd.errors import LossError, OptionError
 from spmd.metrics import FromSums, auc, perplexity
 
 DRAW = np.random.default_rng(0)
@@ -124,12 +124,48 @@ def test_a_metric_of_a_user():
     assert found == pytest.approx(np.corrcoef(guesses, LABELS)[0, 1], rel=1e-6)
 
 
+DATA = {"x": ROWS, "label": LABELS}
+
+
+def with_auc(model, batch):
+    return spmd.losses.cross_entropy(model, batch), {"area": auc(model, batch)}
+
+
+def columns(outputs, targets):
+    return outputs
+
+
 BAD = {
     "three classes": (lambda: evaluated(BIGRAM, {"tokens": TOKENS, "targets": TEXT["targets"]}, {"auc": auc}), "auc: the outputs are"),
     "one number": (
         lambda: evaluated(CLASSES, {"x": ROWS, "label": LABELS}, {"m": FromSums(lambda o, t: o[..., 0], "m", finish=sum)}),
         r"wanted \[rows, \.\.\., k\]",
     ),
+    "other rows": (
+        lambda: evaluated(CLASSES, DATA, {"m": FromSums(lambda o, t: o[:1], "m", finish=sum)}),
+        r"m: float32\[1, 2\] for 16 rows",
+    ),
+    "finish raises": (
+        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums[2])}),
+        r'metric "mine": finish, given the sums float64\[2\], raised IndexError',
+    ),
+    "finish gives an array": (
+        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums)}),
+        r'metric "mine": finish, .* returned ndarray',
+    ),
+    "finish gives a text": (
+        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: "1.0")}),
+        r'metric "mine": finish, .* returned .*1\.0',
+    ),
+    "inside of a loss": (
+        lambda: evaluated(CLASSES, DATA, {}, loss=with_auc),
+        'metric "area" is called inside of a loss',
+    ),
+    "inside of a metric": (
+        lambda: evaluated(CLASSES, DATA, {"area": lambda model, batch: auc(model, batch)}),
+        'metric "area" is called inside of a loss or of another metric',
+    ),
+    "as a loss": (lambda: evaluated(CLASSES, DATA, {}, loss=auc), r"loss=spmd\.metrics\.auc is a function of sums"),
 }
 
 
@@ -137,3 +173,12 @@ BAD = {
 def test_shapes_that_do_not_fit(call, message):
     with pytest.raises(LossError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: FromSums(columns, "m"), lambda: FromSums(columns, "m", sum), lambda: FromSums(columns, "m", finish=3)]
+)
+def test_metric_without_finish_is_refused(make):
+    with pytest.raises(OptionError, match="finish") as refused:
+        make()
+    assert refused.value.fix == "FromSums(function, name, finish=...)."
