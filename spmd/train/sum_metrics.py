@@ -14,7 +14,7 @@ from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
 from spmd.tree import describe
 
-BINS, WIDTH = 2048, 1 / 64  # of a logit, from -16 to 16
+BINS, FINENESS = 2048, 96  # bins of arcsinh(logit), in all and for each unit: up to logits of 21,000 in size
 
 
 def _no_finish(sums: np.ndarray) -> float:
@@ -100,8 +100,9 @@ def _histogram(outputs: jax.Array, targets: jax.Array) -> jax.Array:
             raise LossError(f"auc: the outputs are {describe(outputs)}.", fix="one logit for each target, or logits of two classes.")
         outputs = outputs[..., 1].astype(jnp.float32) - outputs[..., 0].astype(jnp.float32)
     same_shape("auc", outputs, targets)
-    place = jnp.clip(jnp.floor(outputs.astype(jnp.float32) / WIDTH) + BINS // 2, 0, BINS - 1)
-    cell = jnp.where(jnp.isnan(place), -1, place + BINS * (targets == 1)).astype(jnp.int32)
+    place = jnp.clip(jnp.floor(jnp.arcsinh(outputs.astype(jnp.float32)) * FINENESS) + BINS // 2, 0, BINS - 1)
+    known = (targets == 0) | (targets == 1)
+    cell = jnp.where(jnp.isnan(place) | ~known, -1, place + BINS * (targets == 1)).astype(jnp.int32)
     return jnp.where((cell < 0)[..., None], jnp.nan, jax.nn.one_hot(cell, 2 * BINS, dtype=jnp.float32))
 
 
@@ -115,6 +116,9 @@ def _area(sums: np.ndarray) -> float:
 auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area)
 """The area under the ROC curve: how often a row of class 1 has a larger logit than one of class 0; equal ones count half.
 
-Outputs are one logit for each target, or logits of two classes; targets are 0 or 1. Logits are compared in steps of 1/64, from -16 to 16.
-NaN where all rows are of one class.
+Outputs are one logit for each target, or logits of two classes, of which the difference is taken; targets are 0 or 1. Logits are compared
+in steps that grow with their size: of 1/96 near 0, and of about 1 % of logits above 1, up to 21,000. A target that is neither 0 nor 1, or
+a logit that is NaN, makes it NaN, and a warning names the batch. NaN where all rows are of one class.
+
+Larger is better: `EarlyStopping("eval_auc", mode="max")`, and `Checkpoint(..., best="eval_auc", mode="max")`.
 """

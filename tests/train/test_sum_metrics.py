@@ -37,7 +37,7 @@ def evaluated(model, data, metrics, *, loss=None, mesh="data=8", layout="data_pa
 
 def area(logits, labels):
     """Of all pairs of a row of class 1 and one of class 0, the share in which the first has the larger logit; equal ones count half."""
-    steps = np.floor(np.asarray(logits, "float32") * 64)
+    steps = np.floor(np.asarray(jnp.arcsinh(np.asarray(logits, "float32"))) * np.float32(96))
     positive, negative = steps[labels == 1], steps[labels == 0]
     return np.mean([(p > n) + (p == n) / 2 for p in positive for n in negative])
 
@@ -51,6 +51,25 @@ def test_area_under_the_curve(model, batch_size, mesh, layout):
     found = evaluated(model, data, {"auc": auc}, loss=loss, mesh=mesh, layout=layout, batch_size=batch_size)
     assert found["auc"] == pytest.approx(area(ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
     assert 0.6 < found["auc"] < 0.95
+
+
+@pytest.mark.parametrize("scale", [10, 1000])
+def test_large_logits_are_ranked(scale):
+    found = evaluated(CLASSES, {"x": scale * ROWS, "label": LABELS}, {"auc": auc})["auc"]
+    assert found == pytest.approx(area(scale * ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
+    apart = np.zeros((50, 4), "float32")
+    apart[:, 0] = scale * (2.0 + 0.1 * LABELS)
+    assert evaluated(CLASSES, {"x": apart, "label": LABELS}, {"auc": auc})["auc"] == 1.0
+
+
+@pytest.mark.parametrize("target", [2, -1])
+def test_target_that_is_no_class_shows(target, caplog):
+    labels = LABELS.copy()
+    labels[20] = target
+    loss = spmd.metrics.PerExample(binary, "binary")
+    found = evaluated(LOGITS, {"x": ROWS, "label": labels}, {"auc": auc}, loss=loss)
+    assert math.isnan(found["auc"]) and '"auc" is nan, first in batch 2, rows 16 to 31' in caplog.text
+    assert not math.isnan(evaluated(LOGITS, {"x": ROWS, "label": labels}, {"auc": auc.on(ignore=target)}, loss=loss)["auc"])
 
 
 TOKENS = DRAW.integers(0, 7, (19, 5)).astype("int32")
