@@ -153,6 +153,12 @@ class Program:
         widths = [found[name].values.shape[-1] if isinstance(found.get(name), Columns) else 1 for name in self.eval_names]
         return tuple(name for name, width in zip(self.eval_names, widths, strict=True) for _ in range(width))
 
+    @property
+    def undefined(self) -> dict[str, str]:
+        """Why a metric from sums is NaN, by name."""
+        metrics = self._eval_objective.metrics.items()
+        return {name: metric.undefined for name, metric in metrics if isinstance(metric, FromSums)}
+
     def finish_evaluation(self, total: np.ndarray) -> dict[str, float]:
         """Loss and metrics by name, from sums and counts over all rows, float[2, eval_columns] on the host."""
         columns, found = np.array(self.eval_columns), {}

@@ -26,7 +26,7 @@ class FromSums(PerExample):
     """A metric of an evaluation that is a function of sums over all rows; it is not measured in training.
 
     `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows, ..., k]. `finish` gets their sums over
-    all rows and positions that count, float64[k], on the host, and gives the metric.
+    all rows and positions that count, float64[k], on the host, and gives the metric. Where it gives NaN, a warning says `undefined`.
 
     Raises:
       OptionError: there is no `finish`, or it is no function.
@@ -40,6 +40,7 @@ class FromSums(PerExample):
     """
 
     finish: Callable[[np.ndarray], float] = _no_finish
+    undefined: str = "finish gives nan for its sums"
 
     def __post_init__(self) -> None:
         if self.finish is _no_finish or not callable(self.finish):
@@ -89,7 +90,10 @@ def _entropy_and_count(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 perplexity = FromSums(
-    _entropy_and_count, "spmd.metrics.perplexity", finish=lambda sums: float(np.exp(sums[0] / sums[1])) if sums[1] else math.nan
+    _entropy_and_count,
+    "spmd.metrics.perplexity",
+    finish=lambda sums: float(np.exp(sums[0] / sums[1])) if sums[1] else math.nan,
+    undefined="no position counts",
 )
 """exp of the mean cross entropy over all positions that count, of logits [rows, ..., classes] and integer targets."""
 
@@ -113,7 +117,7 @@ def _area(sums: np.ndarray) -> float:
     return float((positive * below).sum() / pairs) if pairs != 0 else math.nan
 
 
-auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area)
+auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area, undefined="all rows are of one class")
 """The area under the ROC curve: how often a row of class 1 has a larger logit than one of class 0; equal ones count half.
 
 Outputs are one logit for each target, or logits of two classes, of which the difference is taken; targets are 0 or 1. Logits are compared

@@ -117,7 +117,12 @@ def test_a_sweep_has_it_for_each_trial():
 
 def test_one_class_has_no_area(caplog):
     found = evaluated(CLASSES, {"x": ROWS, "label": np.ones(50, "int32")}, {"auc": auc})
-    assert math.isnan(found["auc"]) and '"auc" counted nothing' in caplog.text
+    assert math.isnan(found["auc"]) and '"auc": all rows are of one class.' in caplog.text
+
+
+def test_sums_without_a_number_are_reported(caplog):
+    metric = FromSums(columns, "m", finish=lambda sums: math.nan)
+    assert math.isnan(evaluated(CLASSES, DATA, {"mine": metric})["mine"]) and '"mine": finish gives nan for its sums.' in caplog.text
 
 
 def test_a_logit_that_is_not_finite_shows(caplog):
