@@ -231,7 +231,8 @@ def fit(
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     check_integer(data_retries, "data_retries", 0)
-    config, traced = as_checkpoint(checkpoint), as_profile(profile)
+    config = as_checkpoint(checkpoint)
+    traced = as_profile(profile, None if config is None else Path(config.path))
     account = TimeAccount.open(None if config is None else Path(config.path))
     join()
     folder = choose_folder(compile_cache, None if config is None else config.path)
@@ -432,7 +433,7 @@ def _outputs(
     start_point: StartPoint,
     room: str | None,
     describe: Callable[[], RunFacts],
-    chosen: str | None,
+    chosen: str | None = None,
     *,
     resumes: bool,
 ) -> tuple[list[Logger], Any]:

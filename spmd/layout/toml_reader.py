@@ -117,10 +117,7 @@ class _Reader(Tables):
         pipeline = Pipeline(**self.fields(self.table(data, "pipeline"), "pipeline", Pipeline))
         sequence = Sequence(**self.fields(self.table(data, "sequence"), "sequence", Sequence))
         self.conflicts("pipeline", model_parallel_problems(pipeline, sequence))
-        optimizer = OptimizerState(**self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState))
-        gradients = self.gradients(self.table(data, "gradients"))
-        self.conflicts("optimizer", optimizer_problems(optimizer, gradients))
-        return Layout(
+        layout = Layout(
             name=name,
             description=self.value(data, "", "description", "", str),
             mesh=self.mesh(self.table(data, "mesh")),
@@ -129,9 +126,9 @@ class _Reader(Tables):
             axes=self.axes(self.table(data, "axes")),
             activations=self.rules(data, "activations"),
             default=self.default(self.table(data, "default")),
-            optimizer=optimizer,
+            optimizer=OptimizerState(**self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState)),
             memory=Memory(**self.fields(self.table(data, "memory"), "memory", Memory)),
-            gradients=gradients,
+            gradients=(gradients := self.gradients(self.table(data, "gradients"))),
             parameter_server=self.parameter_server(self.table(data, "parameter_server"), gradients),
             remat=self.remat(self.table(data, "remat")),
             pipeline=pipeline,
@@ -143,6 +140,8 @@ class _Reader(Tables):
             adapters=tuple(self.adapter(*item) for item in self.items(data, "adapters")),
             compiler=self.compiler(self.table(data, "compiler")),
         )
+        self.conflicts("optimizer", optimizer_problems(layout.optimizer, layout.gradients))
+        return layout
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
         sizes = {axis: self.value(table, "mesh", axis, -1, int) for axis in table}

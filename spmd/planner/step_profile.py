@@ -57,7 +57,7 @@ class StepProfile:
     runs, which is *exposed*; elsewhere it is *hidden*. A moment of a step in which nothing runs is launch overhead.
 
     Attributes:
-      first, last: numbers of the traced steps.
+      first, last: numbers of the traced steps, of those whose numbers are shown.
       devices: how many of this process's devices the trace has.
       kinds: lines by kind. They add up to the line "step"; those below it are not part of it.
       layers: lines by the path of a layer, forward and backward, largest first. With launch overhead they add up to the step.
@@ -94,11 +94,15 @@ class StepProfile:
         return lines[name]
 
     @property
+    def _steps(self) -> str:
+        return f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+    @property
     def title(self) -> str:
         """What was traced."""
         beside = f", beside the plan for {self.target}" if self.target else ""
         many = f"{self.devices} device{'s' * (self.devices > 1)}"
-        return f"steps {self.first} to {self.last} on {many}{beside}: time of a step, mean over steps and devices"
+        return f"{self._steps} on {many}{beside}: time of a step, mean over steps and devices"
 
     def grouped_layers(self, most: int = SHOWN) -> tuple[Line, ...]:
         """The layers with those below the same module added up, at the greatest depth at which there are at most `most` lines."""
@@ -140,7 +144,7 @@ class StepProfile:
     def __repr__(self) -> str:
         step = self[STEP]
         predicted = "" if step.predicted is None else f", {seconds(step.predicted)} predicted"
-        return f"StepProfile of steps {self.first} to {self.last}: {seconds(step.measured)} per step{predicted}"
+        return f"StepProfile of {self._steps}: {seconds(step.measured)} per step{predicted}"
 
     def _repr_html_(self) -> Html:
         tables = "".join(f'<div class="wide">{table((name, *HEADER), rows)}</div>' for name, rows in self._tables())
@@ -182,7 +186,7 @@ def profile_of(
       trace: the file `NAME.xplane.pb`.
       target: for which the step is predicted; None: the shipped description of these devices.
       rows: of a full batch.
-      first, last: numbers of the steps.
+      first, last: numbers of the traced steps.
       calls: how many steps each traced call made.
       waited: seconds in which devices waited for data.
 
@@ -217,23 +221,47 @@ def profile_of(
     plan = PredictedStep(timeline_of(module, *axes, temporaries=temporaries), steps_per_call, known=cluster is not None)
     operations = _operations(charged, plan, module, instructions)
     traced = executions // len(measured) * steps_per_call
-    notes = _notes(placed, target, cluster, waited / traced, operations)
+    notes = _notes(placed, target, cluster, waited * len(measured) / gaps / steps_per_call, operations)
     if steps_per_call > 1:
-        notes.append(
-            f"note: {executions // len(measured)} calls of {steps_per_call} steps; what a call does beside its steps is a part of them."
-        )
+        count = executions // len(measured)
+        many = f"{count} call{'s' * (count > 1)} of {steps_per_call} steps"
+        notes.append(f"note: {many}; what a call does beside its steps is a part of them.")
+    start_step = placed.resolved.layout.gradients.start_step
+    if first <= start_step:
+        early = f"{min(last, start_step) - first + 1} of {last - first + 1} steps"
+        notes.append(f"note: {early} reduce gradients exactly, before start_step={start_step}; predicted is a step with the codec.")
     if len(measured) < placed.mesh.devices.size:
         notes.append(f"note: these are {len(measured)} of {placed.mesh.devices.size} devices, those of process 0.")
+    shown = [(first, last)]
     if traced < sum(calls):
         notes.append(f"note: {traced} of {sum(calls)} steps ran the same program, which are these; the others count as other programs.")
+        shown = _steps_of(calls, first, several=program[0] == PROGRAMS[1])
+        if sum(end - begin + 1 for begin, end in shown) != traced:
+            shown = [(first, last)]  # which of them it was is not known
+        elif len(shown) > 1:
+            notes.append(f"note: these are steps {', '.join(f'{begin} to {end}' for begin, end in shown)}.")
     layers, name = _layers(operations, plan), "" if cluster is None else str(cluster)
-    return StepProfile(first, last, len(measured), _kinds(mean, operations, plan), layers, operations, name, trace.parent, tuple(notes))
+    steps = shown[0][0], shown[-1][1]
+    return StepProfile(*steps, len(measured), _kinds(mean, operations, plan), layers, operations, name, trace.parent, tuple(notes))
+
+
+def _steps_of(calls: Sequence[int], first: int, *, several: bool) -> list[tuple[int, int]]:
+    """Numbers of the steps that were made by calls of several steps, or one by one: the first and the last one of each stretch."""
+    stretches: list[tuple[int, int]] = []
+    for count in calls:
+        if (count > 1) == several:
+            joins = stretches and stretches[-1][1] == first - 1
+            begin = stretches.pop()[0] if joins else first
+            stretches.append((begin, first + count - 1))
+        first += count
+    return stretches
 
 
 def _notes(
     placed: PlacedModel, target: Cluster | None, cluster: Cluster | None, waited: float, operations: Sequence[Operation]
 ) -> list[str]:
-    """Remarks on what was predicted, and on what is in which line; `waited`: seconds of a step."""
+    """Remarks on what was predicted, and on what is in which line; `waited`: seconds of a step, as those
+    between steps."""
     many, notes = placed.mesh.devices.size, []
     how = f'spmd calibrate{f" --devices {many}" if placed.platform == "cpu" else ""} --out mine.toml, then target="{many}xmine.toml".'
     if cluster is None:

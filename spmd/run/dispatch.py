@@ -24,6 +24,8 @@ class StepDispatcher:
     def __init__(self, config: LoopConfig, run: RunState, control: RunControl, metrics: StepMetrics, intervals: Intervals):
         self._config, self._run, self._control, self._metrics, self._intervals = config, run, control, metrics, intervals
         self._steps_per_call = min([config.steps_per_call, *intervals.all, *_full_steps(config)])
+        if config.profiler is not None:
+            config.profiler.check(self._steps_per_call)
 
     @contextlib.contextmanager
     def epoch(self) -> Iterator[Iterator[Callable[[], None]]]:

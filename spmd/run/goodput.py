@@ -10,7 +10,7 @@ from spmd.render.html import Html, document, framed, table
 from spmd.render.svg import WIDTH, box, caption, legend, svg
 
 TRAINING, REPEATED, WAITING, DOWN, STARTING = "training", "repeated", "waiting for data", "down", "starting"
-COMPILING, EVALUATING, SAVING, RESTORING = "compiling", "evaluating", "saving", "restoring"
+COMPILING, EVALUATING, SAVING, RESTORING, PROFILING = "compiling", "evaluating", "saving", "restoring", "profiling"
 PHASES = {  # colour of the style, and meaning
     TRAINING: ("a", "steps that are part of the current state, and callbacks between them"),
     REPEATED: ("b", "steps that were lost, since a restart resumed from an earlier checkpoint"),
@@ -18,6 +18,7 @@ PHASES = {  # colour of the style, and meaning
     EVALUATING: ("e", "evaluations"),
     SAVING: ("g", "what the loop waited for checkpoints"),
     RESTORING: ("i", "reading and checking a checkpoint"),
+    PROFILING: ("k", "starting and stopping `jax.profiler`, and reading its trace"),
     WAITING: ("c", "devices had no batch"),
     STARTING: ("h", "imports, rendezvous, setup"),
     DOWN: ("j", "between a failure and the start of the next attempt"),

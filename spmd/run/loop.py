@@ -172,4 +172,4 @@ class Loop:
             closing.callback(self.run.history.close)
             closing.callback(progress.close)
             if self._config.profiler is not None:
-                closing.callback(self._config.profiler.close)
+                closing.callback(self._config.profiler.close, account)

@@ -16,9 +16,10 @@ from spmd.distributed import watchdog
 from spmd.errors import OptionError, first_line, short_repr
 from spmd.render.html import document
 from spmd.run.config import RunState
-from spmd.run.goodput import PAGE_STYLE, WAITING
+from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
 from spmd.run.progress import NoProgress, Progress
-from spmd.user_paths import as_path
+from spmd.run.time_account import TimeAccount
+from spmd.user_paths import as_path, blocking_file, make_folder, wrap_os_errors
 
 MOST = 100  # steps: a trace has every operation of every device
 FOLDER, PAGE = "profile", "profile.html"
@@ -51,7 +52,7 @@ class Profile:
     seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        numbers = re.fullmatch(r"(\d+):(\d+)", self.steps.strip()) if isinstance(self.steps, str) else None
+        numbers = re.fullmatch(r"([0-9]+):([0-9]+)", self.steps.strip()) if isinstance(self.steps, str) else None
         if numbers is None:
             raise OptionError(f"Profile: steps={short_repr(self.steps)}.", fix='two numbers of steps, such as "10:15".')
         begin, end = int(numbers[1]), int(numbers[2])
@@ -81,13 +82,23 @@ class Profile:
         return f"step {self.end}" if self.end == self.begin + 1 else f"steps {self.begin + 1} to {self.end}"
 
 
-def as_profile(value: Any) -> Profile | None:
-    """The option `profile` of `fit`.
+def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
+    """The option `profile` of `fit`, whose folder is made; that in the run's folder is only looked at, as the run may be refused.
 
     Raises:
-      OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`.
+      OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`; or the folder cannot be made, or not written to.
     """
-    return value if value is None or isinstance(value, Profile) else Profile(value)
+    if value is None:
+        return None
+    profile = value if isinstance(value, Profile) else Profile(value)
+    folder = None if profile.folder is None else Path(profile.folder)
+    if folder is not None:
+        make_folder(folder, OptionError)
+        with wrap_os_errors(folder, OptionError, "folder"), tempfile.TemporaryFile(dir=folder):
+            pass
+    elif run_folder is not None and (why := blocking_file(run_folder / FOLDER)) is not None:
+        raise OptionError(f"Profile: the folder {run_folder / FOLDER} cannot be created: {why}.", fix="Profile(steps, folder=...).")
+    return profile
 
 
 class StepProfiler:
@@ -103,6 +114,8 @@ class StepProfiler:
       profile: what `summarize` has returned; None before, and if something failed.
     """
 
+    unwritten = False  # whether this process has a trace that could not be written: JAX starts no other one before it is stopped
+
     def __init__(self, options: Profile, run_folder: Path | None, progress: NoProgress | Progress, summarize: Callable[..., Any]):
         self._options, self._run_folder, self._progress, self._summarize = options, run_folder, progress, summarize
         self._state, self._calls, self._first, self._waited = BEFORE, list[int](), 0, 0.0
@@ -111,12 +124,24 @@ class StepProfiler:
         self._folder, self._earlier = Path(), dict[Path, int]()
         self.profile: Any = None
 
+    def check(self, steps_per_call: int) -> None:
+        """Refuse calls of too many steps.
+
+        Raises:
+          OptionError: a call, which is traced in full, makes more than 100 steps.
+        """
+        if steps_per_call > MOST:
+            why = f'profile="{self._options.steps}": a call is traced in full, makes {steps_per_call} steps, and at most {MOST} are traced.'
+            raise OptionError(why, fix=f"spmd.data.resident(data, steps_per_call={MOST // 2}).")
+
     @contextlib.contextmanager
     def call(self, run: RunState, count: int) -> Iterator[None]:
         """Around a call that dispatches `count` steps."""
         options = self._options
         self._began_at = run.step if self._began_at is None else self._began_at
         if self._state == BEFORE and run.step < options.end and run.step + count > options.begin:
+            if self._began_at > options.begin:
+                self._warn(f"not all of {options}, because the run began at step {self._began_at}")
             self._start(run)
         yield
         if self._state == TRACING:
@@ -134,36 +159,54 @@ class StepProfiler:
             why = f"began at step {self._began_at}" if passed else f"ended after step {run.step}"
             self._warn(f"no trace of {self._options}, because the run {why}")
 
-    def close(self) -> None:
+    def close(self, account: TimeAccount) -> None:
         """Stop without a summary, after an error."""
         if self._state == TRACING:
             self._state = DONE
-            self._bounded("stopped", jax.profiler.stop_trace)
+            with account(PROFILING):
+                self._bounded("stopped", self._stop_trace)
+
+    @staticmethod
+    def _stop_trace() -> None:
+        try:
+            jax.profiler.stop_trace()
+        except Exception:
+            StepProfiler.unwritten = True
+            raise
+        StepProfiler.unwritten = False
 
     def _start(self, run: RunState) -> None:
         self._state, self._first = DONE, run.step + 1
+        jax.block_until_ready(run.state)  # so that the trace has no earlier step
+        with run.account(PROFILING):
+            started = self._start_trace()
+        if started:
+            self._state, self._waited = TRACING, run.account.goodput[WAITING]
+
+    def _start_trace(self) -> bool:
         self._folder = self._make_folder()
         self._earlier = self._traces()
-        jax.block_until_ready(run.state)  # so that the trace has no earlier step
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level, options.host_tracer_level = 0, 1  # operations, and not each call of Python
 
         def start() -> None:
+            if StepProfiler.unwritten:
+                with contextlib.suppress(Exception):
+                    self._stop_trace()
             jax.profiler.start_trace(self._folder, profiler_options=options)
             if self._given_up.is_set():
                 jax.profiler.stop_trace()  # nothing else would
 
-        if self._bounded("started", start):
-            self._state, self._waited = TRACING, run.account.goodput[WAITING]
+        return self._bounded("started", start)
 
     def _finish(self, run: RunState) -> None:
         self._state = DONE
         waited = run.account.goodput[WAITING] - self._waited
         jax.block_until_ready(run.state)
-        if not self._bounded("stopped", jax.profiler.stop_trace) or jax.process_index() != 0:
-            return
-        with watchdog.current().local_work():
-            self._summarise(run, waited)
+        with run.account(PROFILING):
+            if self._bounded("stopped", self._stop_trace) and jax.process_index() == 0:
+                with watchdog.current().local_work():
+                    self._summarise(run, waited)
 
     def _summarise(self, run: RunState, waited: float) -> None:
         try:
@@ -175,7 +218,7 @@ class StepProfiler:
             page = (self._folder if self._run_folder is None else self._run_folder) / PAGE
             page.write_text(document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE), encoding="utf-8")
         except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
-            self._warn(f"the trace in {self._folder} has no summary: {first_line(error)}. Training continues")
+            self._warn(f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues")
             return
         self._progress.say(str(self.profile))
         if isinstance(self._progress, NoProgress):
@@ -211,8 +254,13 @@ class StepProfiler:
             self._given_up.set()
             errors.append(TimeoutError(f"it has not {done} within {self._options.seconds:g} seconds"))
         if errors:
-            self._warn(f"the profiler is abandoned: {first_line(errors[0])}. Training continues")
+            self._warn(f"the profiler is abandoned: {_cause(errors[0])}. Training continues")
         return not errors
 
     def _warn(self, why: str) -> None:
         logging.getLogger("spmd").warning("profile: %s.", why)
+
+
+def _cause(error: BaseException) -> str:
+    """An error's first line, inside of a sentence."""
+    return first_line(error).rstrip(".")

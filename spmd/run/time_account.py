@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import attempt_times, was_requeued, was_restarted
-from spmd.run.goodput import DOWN, REPEATED, STARTING, TRAINING, WAITING, Goodput, Timeline
+from spmd.run.goodput import DOWN, PROFILING, REPEATED, STARTING, TRAINING, WAITING, Goodput, Timeline
 from spmd.run.work import UNKNOWN, Work
 from spmd.user_paths import explain_os_error
 
@@ -50,7 +50,7 @@ class TimeAccount:
         self._warned = False  # that it cannot be written
         self._written_at, self._closed = -math.inf, False
         self._call_seconds, self._done_at = 0.0, -math.inf  # of a call on the devices; when the last one was done
-        self._last_record: tuple[int, float, int, float] | None = None  # step, time, samples, waited
+        self._last_record: tuple[int, float, int, float] | None = None  # step, time without profiling, samples, waited
 
     @classmethod
     def open(cls, folder: Path | None, clock: Callable[[], float] | None = None) -> "TimeAccount":
@@ -150,7 +150,7 @@ class TimeAccount:
     def rates(self, step: int, samples: int, work: Work = UNKNOWN) -> dict[str, float]:
         """Steps, samples and tokens per second, MFU, the share of time spent waiting for data, all since the last record; and goodput.
 
-        Waiting idles a device only if reading a batch takes longer than a step.
+        Profiling is not part of the time. Waiting idles a device only if reading a batch takes longer than a step.
 
         Args:
           step: steps so far.
@@ -158,12 +158,13 @@ class TimeAccount:
           work: what an example is for the devices.
         """
         goodput, now, previous = self.goodput, self._clock(), self._last_record
-        self._last_record = (step, now, samples, self.waited)
         if now - self._written_at >= FLUSH_SECONDS:
             self._write()
-        if previous is None or now <= previous[1]:
+        unprofiled = now - goodput[PROFILING]
+        self._last_record = (step, unprofiled, samples, self.waited)
+        if previous is None or unprofiled <= previous[1]:
             return {}
-        seconds = now - previous[1]
+        seconds = unprofiled - previous[1]
         return {
             "steps_per_second": round((step - previous[0]) / seconds, 3),
             "samples_per_second": round((samples - previous[2]) / seconds, 1),

@@ -153,13 +153,19 @@ class Program:
         widths = [found[name].values.shape[-1] if isinstance(found.get(name), Columns) else 1 for name in self.eval_names]
         return tuple(name for name, width in zip(self.eval_names, widths, strict=True) for _ in range(width))
 
+    @property
+    def undefined(self) -> dict[str, str]:
+        """Why a metric from sums is NaN, by name."""
+        metrics = self._eval_objective.metrics.items()
+        return {name: metric.undefined for name, metric in metrics if isinstance(metric, FromSums)}
+
     def finish_evaluation(self, total: np.ndarray) -> dict[str, float]:
         """Loss and metrics by name, from sums and counts over all rows, float[2, eval_columns] on the host."""
         columns, found = np.array(self.eval_columns), {}
         for name in self.eval_names:
             sums, counts = np.asarray(total, np.float64)[:, columns == name]
             metric = self._eval_objective.metrics.get(name)
-            found[name] = metric.finish(sums) if isinstance(metric, FromSums) else float(means(sums, counts)[0])
+            found[name] = metric.value(name, sums) if isinstance(metric, FromSums) else float(means(sums, counts)[0])
         return found
 
     @functools.cached_property

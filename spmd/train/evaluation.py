@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -59,8 +59,8 @@ class Totals:
       {'loss': 1.5}
     """
 
-    def __init__(self, columns: tuple[str, ...], finish: Callable[[np.ndarray], dict[str, float]]):
-        self._names, self._finish, self._total = columns, finish, np.zeros((2, len(columns)))
+    def __init__(self, columns: tuple[str, ...], finish: Callable[[np.ndarray], dict[str, float]], undefined: Mapping[str, str] = {}):
+        self._names, self._finish, self._undefined, self._total = columns, finish, undefined, np.zeros((2, len(columns)))
         self._batches, self._rows = 0, 0
         self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words
 
@@ -80,7 +80,7 @@ class Totals:
         lines = [f'"{name}" is {found[name]}, first in {where}' for name, where in self._broken.items()]
         empty = dict.fromkeys(name for name, count in zip(self._names, self._total[1], strict=True) if count == 0)
         empty |= dict.fromkeys(name for name, value in found.items() if math.isnan(value) and name not in self._broken)
-        lines += [f'"{name}" counted nothing' for name in empty]
+        lines += [f'"{name}": {self._undefined[name]}' if name in self._undefined else f'"{name}" counted nothing' for name in empty]
         if lines:
             logging.getLogger("spmd").warning("the evaluation is not finite: %s.", "; ".join(lines))
         return found
@@ -90,7 +90,7 @@ def measured(
     program: Program, placer: Placer, state: State, batches: Iterable[Batch], stops: Callable[[int], bool]
 ) -> dict[str, float] | None:
     """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it."""
-    totals, stopped = Totals(program.eval_columns, program.finish_evaluation), False
+    totals, stopped = Totals(program.eval_columns, program.finish_evaluation, program.undefined), False
     pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
     for number, batch in enumerate(batches, 1):
         if stopped := stops(number):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spmd.errors import LossError, SpmdError, first_line, short_repr, type_name
 from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
-from spmd.train.metrics import PerExample, Sums, as_sum
+from spmd.train.metrics import Columns, PerExample, Sums, as_sum
 from spmd.train.sum_metrics import FromSums
 from spmd.tree import describe, flatten
 
@@ -39,6 +39,9 @@ class Objective:
                 f"loss={short_repr(self.loss)} is {type_name(self.loss)}, not a function (model, batch[, rng]).\n"
                 "    fix: such as spmd.losses.mean_squared_error."
             )
+        if isinstance(self.loss, FromSums):
+            why = f"loss={self.loss.name} is a function of sums over all rows of an evaluation, which has no gradient."
+            raise LossError(why, fix=f'metrics={{"{self.loss.name.rpartition(".")[2]}": {self.loss.name}}}, and another loss.')
         for name, metric in self.metrics.items():
             if not callable(metric) or name in RESERVED:
                 raise LossError(f'metric "{name}" must be a function (model, batch), under another name than {", ".join(RESERVED)}.')
@@ -84,6 +87,9 @@ class Objective:
             with naming_in_trace(f'metric "{name}"', batch):
                 extra = {**extra, name: metric(pick(metric), batch)}
         for name, measured in extra.items():
+            if isinstance(measured, Columns) and not isinstance(self.metrics.get(name), FromSums):
+                why = f'metric "{name}" is called inside of a loss or of another metric, and is a function of sums over all rows.'
+                raise LossError(why, fix=f'metrics={{"{name}": spmd.metrics.FromSums(...)}}, or spmd.metrics.auc as it is.')
             numbers = measured if isinstance(measured, tuple | list) else (getattr(measured, "values", measured),)
             if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
                 raise LossError(

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import LossError
+from spmd.errors import LossError, OptionError, first_line, short_repr, user_line
 from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
 from spmd.tree import describe
 
-BINS, WIDTH = 2048, 1 / 64  # of a logit, from -16 to 16
+BINS, FINENESS = 2048, 96  # bins of arcsinh(logit), in all and for each unit: up to logits of 21,000 in size
 
 
 def _no_finish(sums: np.ndarray) -> float:
@@ -26,7 +26,10 @@ class FromSums(PerExample):
     """A metric of an evaluation that is a function of sums over all rows; it is not measured in training.
 
     `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows, ..., k]. `finish` gets their sums over
-    all rows and positions that count, float64[k], on the host, and gives the metric.
+    all rows and positions that count, float64[k], on the host, and gives the metric. Where it gives NaN, a warning says `undefined`.
+
+    Raises:
+      OptionError: there is no `finish`, or it is no function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -37,6 +40,28 @@ class FromSums(PerExample):
     """
 
     finish: Callable[[np.ndarray], float] = _no_finish
+    undefined: str = "finish gives nan for its sums"
+
+    def __post_init__(self) -> None:
+        if self.finish is _no_finish or not callable(self.finish):
+            why = "there is no `finish`" if self.finish is _no_finish else f"finish={short_repr(self.finish)} is no function"
+            third = ", and the third argument, `inputs`, is a function" if callable(self.inputs) else ""
+            raise OptionError(f"FromSums {short_repr(self.name)}: {why}{third}.", fix="FromSums(function, name, finish=...).")
+
+    def value(self, name: str, sums: np.ndarray) -> float:
+        """What `finish` gives; `name`: of the metric.
+
+        Raises:
+          LossError: it fails, or gives no number.
+        """
+        what = f'metric "{name}": finish, given the sums {describe(sums)},'
+        try:
+            value = self.finish(sums)
+        except Exception as error:
+            raise LossError(f"{what} raised {first_line(error)}{user_line(error)}") from error
+        if np.ndim(value) or np.asarray(value).dtype.kind not in "biuf":
+            raise LossError(f"{what} returned {short_repr(value)}.", fix="one number.")
+        return float(value)
 
     def __call__(self, model: Any, batch: Any) -> Columns:
         """The k numbers of each row; calls the model."""
@@ -45,6 +70,9 @@ class FromSums(PerExample):
         values = self.function(model(inputs), targets if counts is None else jnp.where(counts, targets, jnp.zeros_like(targets)))
         if getattr(values, "ndim", 0) < 2:
             raise LossError(f"{self.name}: {describe(values)}; wanted [rows, ..., k], k numbers for each row.")
+        rows = jax.tree.leaves(targets)[0].shape[0]
+        if values.shape[0] != rows:
+            raise LossError(f"{self.name}: {describe(values)} for {rows} rows.", fix="[rows, ..., k], k numbers for each row.")
         values = values.astype(jnp.float32)
         if counts is not None:
             if values.shape[:-1] != counts.shape:
@@ -62,7 +90,10 @@ def _entropy_and_count(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 perplexity = FromSums(
-    _entropy_and_count, "spmd.metrics.perplexity", finish=lambda sums: float(np.exp(sums[0] / sums[1])) if sums[1] else math.nan
+    _entropy_and_count,
+    "spmd.metrics.perplexity",
+    finish=lambda sums: float(np.exp(sums[0] / sums[1])) if sums[1] else math.nan,
+    undefined="no position counts",
 )
 """exp of the mean cross entropy over all positions that count, of logits [rows, ..., classes] and integer targets."""
 
@@ -73,8 +104,9 @@ def _histogram(outputs: jax.Array, targets: jax.Array) -> jax.Array:
             raise LossError(f"auc: the outputs are {describe(outputs)}.", fix="one logit for each target, or logits of two classes.")
         outputs = outputs[..., 1].astype(jnp.float32) - outputs[..., 0].astype(jnp.float32)
     same_shape("auc", outputs, targets)
-    place = jnp.clip(jnp.floor(outputs.astype(jnp.float32) / WIDTH) + BINS // 2, 0, BINS - 1)
-    cell = jnp.where(jnp.isnan(place), -1, place + BINS * (targets == 1)).astype(jnp.int32)
+    place = jnp.clip(jnp.floor(jnp.arcsinh(outputs.astype(jnp.float32)) * FINENESS) + BINS // 2, 0, BINS - 1)
+    known = (targets == 0) | (targets == 1)
+    cell = jnp.where(jnp.isnan(place) | ~known, -1, place + BINS * (targets == 1)).astype(jnp.int32)
     return jnp.where((cell < 0)[..., None], jnp.nan, jax.nn.one_hot(cell, 2 * BINS, dtype=jnp.float32))
 
 
@@ -85,9 +117,12 @@ def _area(sums: np.ndarray) -> float:
     return float((positive * below).sum() / pairs) if pairs != 0 else math.nan
 
 
-auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area)
+auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area, undefined="all rows are of one class")
 """The area under the ROC curve: how often a row of class 1 has a larger logit than one of class 0; equal ones count half.
 
-Outputs are one logit for each target, or logits of two classes; targets are 0 or 1. Logits are compared in steps of 1/64, from -16 to 16.
-NaN where all rows are of one class.
+Outputs are one logit for each target, or logits of two classes, of which the difference is taken; targets are 0 or 1. Logits are compared
+in steps that grow with their size: of 1/96 near 0, and of about 1 % of logits above 1, up to 21,000. A target that is neither 0 nor 1, or
+a logit that is NaN, makes it NaN, and a warning names the batch. NaN where all rows are of one class.
+
+Larger is better: `EarlyStopping("eval_auc", mode="max")`, and `Checkpoint(..., best="eval_auc", mode="max")`.
 """

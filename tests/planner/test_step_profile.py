@@ -167,6 +167,19 @@ def test_program_of_another_batch_is_not_confused(other, tmp_path):
     assert again.layers == result.profile.layers and again.kinds == result.profile.kinds
 
 
+def test_waiting_and_the_time_between_steps_are_shares_of_the_same(tmp_path):
+    result = profiled(tmp_path)
+    (trace,) = result.profile.folder.glob("*.xplane.pb")
+    profile = profile_of(trace, result.trainer.placed, rows=32, first=3, last=6, calls=(1, 1, 1, 1), waited=3.0)
+    assert "note: of the time between steps, devices wait 1 s per step for data." in profile.notes  # in three gaps
+
+
+def test_steps_before_a_codec_is_used_are_named(tmp_path):
+    layout = spmd.Layout(gradients=spmd.Gradients("all_reduce", "int8", start_step=4))
+    notes = profiled(tmp_path, layout=layout).profile.notes
+    assert "note: 2 of 4 steps reduce gradients exactly, before start_step=4; predicted is a step with the codec." in notes
+
+
 def test_loops_are_charged_for_what_they_run(tmp_path):
     def looped(params, x):
         def body(x, _):

@@ -88,6 +88,22 @@ def test_record_has_goodput_and_rates(clock):
     assert account.to_checkpoint() == [40.0, 1000.0]
 
 
+def test_profiling_is_no_training_and_in_no_rate(clock):
+    account = TimeAccount.open(None)
+    with account("training"):
+        account.rates(1, 32)
+        clock.now += 20.0
+        with account("profiling"):
+            clock.now += 60.0
+        clock.now += 20.0
+        rates = account.rates(201, 32 * 201)
+        assert (rates["steps_per_second"], rates["samples_per_second"], rates["goodput"]) == (5.0, 160.0, 0.4)
+        with account("profiling"):
+            clock.now += 5.0
+        clock.now += 10.0
+        assert account.rates(251, 32 * 251)["steps_per_second"] == 5.0
+
+
 def waits(account, clock, seconds, busy):
     """One wait for a batch, at whose begin and end devices are `busy`."""
     states = iter(busy)

@@ -16,6 +16,7 @@ INVALID = {
     "not a range": ("x", "two numbers of steps"),
     "one number": ("10", "two numbers of steps"),
     "open": ("10:", "two numbers of steps"),
+    "other digits": ("٤:٨", "two numbers of steps"),
     "no text": (10, "two numbers of steps"),
     "backwards": ("15:10", '"10:15"'),
     "empty": ("10:10", '"10:15"'),
@@ -53,6 +54,7 @@ def test_profile_is_of_the_steps_asked_for_and_the_run_is_the_same(tmp_path, cap
     result = fit(steps=6, profile="2:4", checkpoint=tmp_path)
     assert same(plain.state, result.state) and list(plain.history["loss"]) == list(result.history["loss"]) and plain.profile is None
     profile = result.profile
+    assert result.goodput["profiling"] > 0 == plain.goodput["profiling"]
     assert (profile.first, profile.last, profile.devices) == (3, 4, 8)
     assert profile.folder.is_relative_to(tmp_path / "profile") and profile.target == "1x8xcpu"
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
@@ -89,8 +91,12 @@ def test_steps_are_counted_from_the_start_of_training(tmp_path, caplog):
     resumed = fit(steps=7, checkpoint=tmp_path, resume=True, profile="5:6")
     assert (resumed.profile.first, resumed.profile.last) == (6, 6)
     caplog.clear()
+    later = fit(steps=8, checkpoint=tmp_path, resume=True, profile="5:8")
+    assert later.profile.last == 8 and said(caplog)[0] == "profile: not all of steps 6 to 8, because the run began at step 7."
+    caplog.clear()
     assert fit(steps=9, checkpoint=tmp_path, resume=True, profile="2:4").profile is None
-    assert said(caplog) == ["profile: no trace of steps 3 to 4, because the run began at step 7."]
+    assert said(caplog) == ["profile: no trace of steps 3 to 4, because the run began at step 8."]
+    assert repr(resumed.profile).startswith("StepProfile of step 6: ") and str(resumed.profile).startswith("PROFILE of step 6 on 8 devices")
 
 
 def test_calls_of_several_steps_are_traced_in_full(tmp_path):
@@ -98,9 +104,30 @@ def test_calls_of_several_steps_are_traced_in_full(tmp_path):
     result = fit(data, epochs=4, profile=Profile("7:9", tmp_path))
     profile = result.profile
     assert (profile.first, profile.last) == (6, 10)
-    assert any("1 calls of 5 steps" in note for note in profile.notes)
+    assert any("note: 1 call of 5 steps" in note for note in profile.notes)
     parts = sum(line.measured for line in profile.kinds[: [line.name for line in profile.kinds].index("step")])
     assert parts == pytest.approx(profile["step"].measured)
+
+
+def test_calls_of_many_steps_are_refused_before_training(tmp_path):
+    def data(steps_per_call):
+        return spmd.data.resident(numbers(1280), steps_per_call=steps_per_call)
+
+    options = {"batch_size": 8, "epochs": 1, "profile": Profile("7:9", tmp_path)}
+    trained = []
+    with pytest.raises(OptionError, match="makes 120 steps, and at most 100") as refused:
+        fit(data(120), callbacks=[trained.append], **options)
+    assert not trained and "steps_per_call=50" in refused.value.fix
+    assert fit(data(50), **options).profile.last == 50
+
+
+def test_title_names_the_steps_whose_numbers_are_shown(tmp_path):
+    data = spmd.data.resident(numbers(160), steps_per_call=4)  # of the 5 steps of an epoch the last one is a call of its own
+    profile = fit(data, epochs=4, profile=Profile("1:8", tmp_path)).profile
+    assert (profile.first, profile.last) == (1, 9) and "note: these are steps 1 to 4, 6 to 9." in profile.notes
+    assert any(note.startswith("note: 8 of 9 steps ran") for note in profile.notes)
+    profile = fit(data, epochs=4, profile=Profile("4:8", tmp_path)).profile
+    assert (profile.first, profile.last) == (6, 9) and profile.title.startswith("steps 6 to 9 on")
 
 
 def test_waiting_for_data_is_between_steps(tmp_path):
@@ -144,6 +171,32 @@ def test_profiler_that_fails_is_abandoned(tmp_path, caplog):
         result = fit(steps=4, profile=Profile("2:3", tmp_path))
     assert result.profile is None and len(result.history) == 4
     assert len(said(caplog)) == 1 and "is abandoned: RuntimeError: Profile has already been started" in said(caplog)[0]
+    assert said(caplog)[0].endswith("at a time. Training continues.")
+
+
+def test_folder_that_cannot_be_made_is_refused_before_compiling(tmp_path):
+    (tmp_path / "afile").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").touch()
+    before = compilations()
+    for options in ({"profile": Profile("1:2", tmp_path / "afile")}, {"profile": "1:2", "checkpoint": tmp_path / "run"}):
+        with pytest.raises(OptionError, match=r"cannot be created: .* is a file"):
+            fit(steps=2, **options)
+    assert compilations() == before
+
+
+def test_trace_that_cannot_be_written_does_not_keep_later_ones_from_starting(tmp_path, caplog):
+    traces = tmp_path / "traces"
+
+    def replace_by_a_file(info):
+        if info.step == 1:
+            traces.rmdir()
+            traces.touch()
+
+    result = fit(steps=4, callbacks=[replace_by_a_file], profile=Profile("2:3", traces))
+    assert result.profile is None and len(said(caplog)) == 1 and "traces is not a directory" in said(caplog)[0]
+    traces.unlink()
+    assert fit(steps=4, profile=Profile("2:3", tmp_path / "other")).profile.last == 3
 
 
 def test_trace_that_cannot_be_summarised_is_reported(tmp_path, monkeypatch, caplog):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.errors import LossError
+from spmd.errors import LossError, OptionError
 from spmd.metrics import FromSums, auc, perplexity
 
 DRAW = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def evaluated(model, data, metrics, *, loss=None, mesh="data=8", layout="data_pa
 
 def area(logits, labels):
     """Of all pairs of a row of class 1 and one of class 0, the share in which the first has the larger logit; equal ones count half."""
-    steps = np.floor(np.asarray(logits, "float32") * 64)
+    steps = np.floor(np.asarray(jnp.arcsinh(np.asarray(logits, "float32"))) * np.float32(96))
     positive, negative = steps[labels == 1], steps[labels == 0]
     return np.mean([(p > n) + (p == n) / 2 for p in positive for n in negative])
 
@@ -51,6 +51,25 @@ def test_area_under_the_curve(model, batch_size, mesh, layout):
     found = evaluated(model, data, {"auc": auc}, loss=loss, mesh=mesh, layout=layout, batch_size=batch_size)
     assert found["auc"] == pytest.approx(area(ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
     assert 0.6 < found["auc"] < 0.95
+
+
+@pytest.mark.parametrize("scale", [10, 1000])
+def test_large_logits_are_ranked(scale):
+    found = evaluated(CLASSES, {"x": scale * ROWS, "label": LABELS}, {"auc": auc})["auc"]
+    assert found == pytest.approx(area(scale * ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
+    separate = np.zeros((50, 4), "float32")
+    separate[:, 0] = scale * (2.0 + 0.1 * LABELS)
+    assert evaluated(CLASSES, {"x": separate, "label": LABELS}, {"auc": auc})["auc"] == 1.0
+
+
+@pytest.mark.parametrize("target", [2, -1])
+def test_target_that_is_no_class_shows(target, caplog):
+    labels = LABELS.copy()
+    labels[20] = target
+    loss = spmd.metrics.PerExample(binary, "binary")
+    found = evaluated(LOGITS, {"x": ROWS, "label": labels}, {"auc": auc}, loss=loss)
+    assert math.isnan(found["auc"]) and '"auc" is nan, first in batch 2, rows 16 to 31' in caplog.text
+    assert not math.isnan(evaluated(LOGITS, {"x": ROWS, "label": labels}, {"auc": auc.on(ignore=target)}, loss=loss)["auc"])
 
 
 TOKENS = DRAW.integers(0, 7, (19, 5)).astype("int32")
@@ -98,7 +117,12 @@ def test_a_sweep_has_it_for_each_trial():
 
 def test_one_class_has_no_area(caplog):
     found = evaluated(CLASSES, {"x": ROWS, "label": np.ones(50, "int32")}, {"auc": auc})
-    assert math.isnan(found["auc"]) and '"auc" counted nothing' in caplog.text
+    assert math.isnan(found["auc"]) and '"auc": all rows are of one class.' in caplog.text
+
+
+def test_sums_without_a_number_are_reported(caplog):
+    metric = FromSums(columns, "m", finish=lambda sums: math.nan)
+    assert math.isnan(evaluated(CLASSES, DATA, {"mine": metric})["mine"]) and '"mine": finish gives nan for its sums.' in caplog.text
 
 
 def test_a_logit_that_is_not_finite_shows(caplog):
@@ -124,12 +148,48 @@ def test_a_metric_of_a_user():
     assert found == pytest.approx(np.corrcoef(guesses, LABELS)[0, 1], rel=1e-6)
 
 
+DATA = {"x": ROWS, "label": LABELS}
+
+
+def with_auc(model, batch):
+    return spmd.losses.cross_entropy(model, batch), {"area": auc(model, batch)}
+
+
+def columns(outputs, targets):
+    return outputs
+
+
 BAD = {
     "three classes": (lambda: evaluated(BIGRAM, {"tokens": TOKENS, "targets": TEXT["targets"]}, {"auc": auc}), "auc: the outputs are"),
     "one number": (
         lambda: evaluated(CLASSES, {"x": ROWS, "label": LABELS}, {"m": FromSums(lambda o, t: o[..., 0], "m", finish=sum)}),
         r"wanted \[rows, \.\.\., k\]",
     ),
+    "other rows": (
+        lambda: evaluated(CLASSES, DATA, {"m": FromSums(lambda o, t: o[:1], "m", finish=sum)}),
+        r"m: float32\[1, 2\] for 16 rows",
+    ),
+    "finish raises": (
+        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums[2])}),
+        r'metric "mine": finish, given the sums float64\[2\], raised IndexError',
+    ),
+    "finish gives an array": (
+        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums)}),
+        r'metric "mine": finish, .* returned ndarray',
+    ),
+    "finish gives a text": (
+        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: "1.0")}),
+        r'metric "mine": finish, .* returned .*1\.0',
+    ),
+    "inside of a loss": (
+        lambda: evaluated(CLASSES, DATA, {}, loss=with_auc),
+        'metric "area" is called inside of a loss',
+    ),
+    "inside of a metric": (
+        lambda: evaluated(CLASSES, DATA, {"area": lambda model, batch: auc(model, batch)}),
+        'metric "area" is called inside of a loss or of another metric',
+    ),
+    "as a loss": (lambda: evaluated(CLASSES, DATA, {}, loss=auc), r"loss=spmd\.metrics\.auc is a function of sums"),
 }
 
 
@@ -137,3 +197,12 @@ BAD = {
 def test_shapes_that_do_not_fit(call, message):
     with pytest.raises(LossError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: FromSums(columns, "m"), lambda: FromSums(columns, "m", sum), lambda: FromSums(columns, "m", finish=3)]
+)
+def test_metric_without_finish_is_refused(make):
+    with pytest.raises(OptionError, match="finish") as refused:
+        make()
+    assert refused.value.fix == "FromSums(function, name, finish=...)."
