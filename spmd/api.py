@@ -29,9 +29,9 @@ from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.planner.auto_layout import AUTO, auto_layout, check_auto
 from spmd.planner.memory_check import check_step_memory
-from spmd.planner.model_flops import model_flops, trace_model
+from spmd.planner.model_flops import main_dtype, model_flops, trace_model
 from spmd.planner.step_profile import StepProfile, check_target, profile_of
-from spmd.planner.target import of_device
+from spmd.planner.target import Target, of_device
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
 from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume
@@ -239,14 +239,17 @@ def fit(
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         folder = agree_on_folder(folder)
         shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
-    before = compilations()
+    before, hooks, outputs = compilations(), as_callbacks(callbacks), check_loggers(loggers)
     options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
     source_data = data.arrays if isinstance(data, Resident) else data
     reader, display = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed), make_progress(progress)
     chosen = None  # the text of a layout that was searched
     if isinstance(layout, str) and layout == AUTO:
-        check_auto(mesh, accumulate)
-        saved = None if config is None or not (wants_resume(resume) or was_restarted()) else Path(config.path) / "layout.toml"
+        check_auto(mesh, precision, accumulate)
+        resumes = wants_resume(resume) or (config is not None and was_restarted())
+        with contextlib.ExitStack() as opened:  # a folder that cannot be used is an error before the search
+            open_store(config, opened, resume=resumes)
+        saved = Path(config.path) / "layout.toml" if config is not None and resumes else None
         step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
         layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
         (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
@@ -257,7 +260,6 @@ def fit(
     trainer.placed.compiling = functools.partial(account, COMPILING)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     measure = trainer.measure_averaged if eval_average else trainer.measure
-    hooks, outputs = as_callbacks(callbacks), check_loggers(loggers)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
@@ -314,8 +316,12 @@ def work_of(program: Program) -> Work:
     """What a row is for the devices of a program; their peak is known for GPUs that a shipped target describes."""
     mesh = program.placed.mesh
     target = of_device(mesh.devices.flat[0].device_kind)
-    peak = mesh.size * target.rate(program.placed.config.precision) if target else 0.0
-    return Work(tokens_per_row(program), peak, lambda: model_flops(trace_model(program)) / program.rows)
+
+    def seconds(target: Target) -> float:
+        jaxpr = trace_model(program)
+        return model_flops(jaxpr) / program.rows / (mesh.size * target.rate(main_dtype(jaxpr)))
+
+    return Work(tokens_per_row(program), functools.partial(seconds, target) if target else None)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:

@@ -185,10 +185,14 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                mesh = jax.sharding.get_mesh()
+            except ValueError:  # inside of `jax.jit`, where it cannot be changed
+                return function(*arguments, **options)
             if jax.sharding.get_abstract_mesh().empty:
                 return function(*arguments, **options)
-            if default and options.get("mesh") is None:
-                options["mesh"] = jax.sharding.get_mesh()
+            if default and options.get("mesh") is None and not mesh.empty:  # as it is under `use_abstract_mesh`
+                options["mesh"] = mesh
             with jax.set_mesh(_NO_MESH):
                 return function(*arguments, **options)
 

@@ -20,7 +20,7 @@ from spmd.inference.loader import ExportedModel, load_exported
 from spmd.inference.stacked import NET, ROWS, Net, Stacked, common_batch, group_members, table
 from spmd.inference.uncertainty import COMBINE
 from spmd.inference.workers import Answer, Workers
-from spmd.mesh import MeshSpec, make_mesh
+from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.run.checkpoint import Checkpoint
 from spmd.train.losses import cross_entropy
 from spmd.train.state import State
@@ -92,6 +92,7 @@ class Ensemble:
       ('0', '1')
     """
 
+    @outside_of_mesh()
     def __init__(self, members: Sequence[Any] | Mapping[str, Any], *, combine: str = "mean", mesh: str | Mesh | None = None):
         if combine not in COMBINE:
             raise OptionError(f"combine={combine!r}.", fix=f"{did_you_mean(str(combine), COMBINE)}")
@@ -130,6 +131,7 @@ class Ensemble:
     def _stacked(self) -> Stacked:
         return Stacked(self._groups, self._mesh, self.combine)
 
+    @outside_of_mesh()
     def predict(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
         """Combined probabilities of every row, float32[rows, ..., classes], on the host; at the fitted temperature, after `calibrate`.
 
@@ -142,10 +144,12 @@ class Ensemble:
             return self._in_chunks(inputs, batch_size, lambda probabilities, _: probabilities)
         return np.exp(self._log_probabilities(self._logits(inputs, batch_size))).astype(np.float32)  # float32 would underflow before
 
+    @outside_of_mesh()
     def members(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
         """Each member's probabilities, float32[members, rows, ..., classes], on the host, in the order of `names`."""
         return np.exp(uncertainty.log_softmax(self._logits(inputs, batch_size))).astype(np.float32)
 
+    @outside_of_mesh()
     def uncertainty(self, inputs: Tree, *, batch_size: int = 256) -> dict[str, np.ndarray]:
         """Uncertainty float64[rows, ...], in nats: the "entropy" of the prediction, and the "disagreement" of the members.
 
@@ -155,6 +159,7 @@ class Ensemble:
         entropy = uncertainty.entropy(np.exp(self._log_probabilities(logits)))
         return {"entropy": entropy, "disagreement": uncertainty.disagreement(logits)}
 
+    @outside_of_mesh()
     def evaluate(self, data: Any, *, batch_size: int = 256) -> Evaluation:
         """Metrics of the ensemble and of each member on data.
 
@@ -175,6 +180,7 @@ class Ensemble:
         members = zip(self.names, uncertainty.log_softmax(logits), strict=True)
         return Evaluation(ensemble, {name: _metrics(log_probabilities, labels) for name, log_probabilities in members})
 
+    @outside_of_mesh()
     def calibrate(self, inputs: Tree, labels: Any, *, batch_size: int = 256) -> Calibration:
         """Fit a temperature to held-out data; `predict`, `evaluate`, `uncertainty` and `ask` use it from then on.
 

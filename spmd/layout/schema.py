@@ -18,6 +18,11 @@ from spmd.wire.server.declaration import ParameterServer
 
 IMPLEMENTATIONS = ("auto", "cudnn", "triton", "splash", "xla", "chunked")  # of attention
 
+_FITS: dict[str, Callable[[Any], bool]] = {  # values of tables that may be given as dicts
+    "mesh": lambda size: isinstance(size, int) and not isinstance(size, bool),
+    "axes": lambda entry: entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry)),
+}
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
 
 
@@ -163,7 +168,13 @@ class Layout:
             pairs = tuple(value.items()) if isinstance(value, Mapping) else value
             if not isinstance(pairs, tuple | list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
                 raise OptionError(f"Layout: {name}={short_repr(value)} is {type_name(value)}.", fix=f"such as {name}={example}.")
-            object.__setattr__(self, name, tuple(map(tuple, pairs)))
+            pairs = tuple((key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in pairs)
+            wrong = [pair for pair in pairs if not isinstance(pair[0], str) or not _FITS[name](pair[1])]
+            twice = [key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1]
+            if wrong or twice:
+                what = f"{wrong[0][0]!r} is {short_repr(wrong[0][1])}" if wrong else f'"{twice[0]}" is there twice'
+                raise OptionError(f"Layout: {name}: {what}.", fix=f"such as {name}={example}.")
+            object.__setattr__(self, name, pairs)
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":

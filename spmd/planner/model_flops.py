@@ -43,6 +43,20 @@ def flops(jaxpr: Any) -> float:
     return sum(map(flops_of, jaxpr.eqns))
 
 
+def main_dtype(jaxpr: Any) -> str:
+    """The dtype in which a jaxpr multiplies most; a loop counts once.
+
+    >>> main_dtype(jax.make_jaxpr(lambda x: x @ x)(jnp.ones((4, 4), "bfloat16")).jaxpr)
+    'bfloat16'
+    """
+    by_dtype: dict[str, float] = {}
+    for equation in equations(jaxpr):
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            dtype = str(equation.invars[0].aval.dtype)
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flops_of(equation)
+    return max(by_dtype, key=lambda dtype: by_dtype[dtype], default="float32")
+
+
 def empty_places(jaxpr: Any, times: int = 1) -> float:
     """Of `model_flops`, those of experts' places that no token has chosen: an expert has more of them than an even share of the choices."""
     total, choices, experts = 0.0, 0, 0

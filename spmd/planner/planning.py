@@ -57,10 +57,12 @@ class Plan(PlanData):
         its gradient is reduced by all_reduce
     """
 
+    @outside_of_mesh()
     def fixes(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Fix[Plan], ...]":
         """Changes that would make the step fit, each one planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () if it fits."""
         return fixes_of(self, timeout=timeout, say=say)
 
+    @outside_of_mesh()
     def changes(
         self,
         *,

@@ -99,8 +99,10 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
         for axis in {*found}:
             weights[axis] = weights.get(axis, 0) + sizes[path]
     batches, looked_up, scored = ({axes.find(dim) for dim in some} for some in (axes.batches, axes.looked_up, axes.scored))
-    even = (axis for axis in weights if axes.gcd(axis) % (2 if axis in batches else EVEN) == 0 and axes.is_shared(axis))
-    ordered = sorted((axis for axis in even if axis not in scored), key=lambda axis: (-weights[axis], axis))
+    shared = (axis for axis in weights if axes.is_shared(axis) and axis not in scored)
+    ordered = sorted(shared, key=lambda axis: (-weights[axis], axis))
+    stream = next((axis for axis in ordered[:1] if sum(axis in found for found in matrices.values()) >= STREAM_MATRICES), None)
+    even = [axis for axis in ordered if axes.gcd(axis) % (2 if axis in batches else EVEN) == 0]
 
     def separate(candidates: Iterable[int]) -> list[int]:
         """Axes of which no matrix has two; those of more bytes first."""
@@ -113,11 +115,11 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
     def covered(chosen: Collection[int]) -> int:
         return sum(sizes[path] for path, found in matrices.items() if not {*chosen}.isdisjoint(found))
 
-    stream, sharded = ordered[0] if ordered else None, separate(ordered[1:])
-    if sum(stream in found for found in matrices.values()) < STREAM_MATRICES and covered(separate(ordered)) > covered(sharded):
-        stream, sharded = None, separate(ordered)
+    sharded = separate(axis for axis in even if axis != stream)
+    if stream is None and covered(separate(even[1:])) >= covered(sharded):  # of layers one after the other, every second axis
+        stream, sharded = next(iter(even), None), separate(even[1:])
     names = {axis: VOCABULARY if axis in looked_up else HEADS if axis in batches else HIDDEN for axis in sharded}
-    names |= {stream: STREAM} if stream is not None else {}
+    names |= {stream: STREAM} if stream in even else {}
     found = {path: tuple(_last_of_each([names.get(axis) for axis in own])) for path, own in dims.items()}
     return {path: entries for path, entries in found.items() if any(entries) and entries != (STREAM,)}  # of a vector, a layout's default
 
@@ -275,6 +277,12 @@ def _dot(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> P
     yield from zip(kept, results[0], strict=True)
 
 
+def _ragged_dot(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
+    left, right = given[:2]
+    if (len(left), len(right), len(results[0])) == (2, 3, 2):  # rows, each times the matrix of its group
+        yield from ((left[1], right[1]), (left[0], results[0][0]), (right[2], results[0][1]))
+
+
 def _convolution(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
     numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
     (batch, features), (out, into) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
@@ -308,6 +316,8 @@ _RULES = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
     "concatenate": _concatenate,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"), _reduce),
 }

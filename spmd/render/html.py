@@ -114,7 +114,7 @@ def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     for pattern in BREAKS:
-        least = [max(MIN_WIDTH, *(len(part.rstrip()) for cell in column for part in re.findall(pattern, cell))) for column in columns]
+        least = [max([MIN_WIDTH, *(len(part.rstrip()) for cell in column for part in re.findall(pattern, cell))]) for column in columns]
         while sum(widths) + 2 * (len(widths) - 1) > width:
             shrinkable = [at for at, wide in enumerate(widths) if wide > least[at]]
             if not shrinkable:

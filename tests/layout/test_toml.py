@@ -207,3 +207,24 @@ def test_dicts_of_axes_in_code():
 def test_axes_that_are_no_pairs_are_refused(name, value):
     with pytest.raises(spmd.errors.OptionError, match=rf"Layout: {name}=.* is .*\.\n    fix: such as {name}="):
         spmd.Layout(**{name: value})
+
+
+def test_lists_of_mesh_axes_in_code():
+    given = spmd.Layout(axes={"mlp": ["data", "model"]})
+    assert given.axes == (("mlp", ("data", "model")),) and hash(given) and loads(given.to_toml()).axes == given.axes
+
+
+WRONG = {
+    "bool": ({"mesh": {"data": True}}, "mesh: 'data' is True"),
+    "text": ({"mesh": {"data": "8"}}, "mesh: 'data' is '8'"),
+    "number": ({"axes": {"mlp": 3}}, "axes: 'mlp' is 3"),
+    "nested": ({"axes": {"mlp": [["data"]]}}, "axes: 'mlp' is"),
+    "name": ({"axes": {1: "data"}}, "axes: 1 is 'data'"),
+    "twice": ({"mesh": (("data", 4), ("data", 2))}, 'mesh: "data" is there twice'),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG.values(), ids=WRONG.keys())
+def test_values_of_axes_that_are_none(given, message):
+    with pytest.raises(spmd.errors.OptionError, match=message):
+        spmd.Layout(**given)

@@ -52,14 +52,29 @@ def test_a_number_of_microbatches_that_was_found_is_used_again(tmp_path):
     kept = tmp_path / "layout.toml"
     layout = spmd.Layout(name="layout", mesh={"data": 8})
     kept.write_text(
-        f"# Found by spmd.search for 1x8xcpu: x\n# fit(..., layout=<this file>, batch_size=16, accumulate=2)\n\n{layout.to_toml()}"
+        f"# Found by spmd.search for 1x8xcpu: x\n# fit(..., layout=<this file>, batch_size=64, accumulate=2)\n\n{layout.to_toml()}"
     )
     options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2), "saved": kept}
     found = auto_layout.auto_layout(lambda: Net(nnx.Rngs(0)), DATA, **options)
     assert found == (layout, 2, kept.read_text(), f'layout="auto": that of {kept}.')
 
 
-def test_a_file_for_other_devices_or_by_hand_is_searched_again(tmp_path, monkeypatch):
+UNUSED = {
+    "other devices": ("# Found by spmd.search\n# fit(batch_size=64)\n[mesh]\ndata = 4\n", "its mesh is data=4, and here are 8 devices"),
+    "other rows": (
+        "# Found by spmd.search\n# fit(batch_size=32)\n[mesh]\ndata = 8\n",
+        "no search for batches of 64 rows in float32 has written it",
+    ),
+    "other precision": (
+        '# Found by spmd.search\n# fit(batch_size=64, precision="bfloat16")\n[mesh]\ndata = 8\n',
+        "no search for batches of 64 rows",
+    ),
+    "by hand": ("[mesh]\ndata = 8\n", "no search for batches of 64 rows in float32 has written it"),
+}
+
+
+@pytest.mark.parametrize(("text", "why"), UNUSED.values(), ids=UNUSED.keys())
+def test_a_file_that_is_not_used_again(tmp_path, monkeypatch, text, why):
     class Searched(Exception):
         pass
 
@@ -67,23 +82,52 @@ def test_a_file_for_other_devices_or_by_hand_is_searched_again(tmp_path, monkeyp
         raise Searched
 
     monkeypatch.setattr(auto_layout, "search", search)
-    kept = tmp_path / "layout.toml"
-    for text in ("# Found by spmd.search\n[mesh]\ndata = 4\n", "[mesh]\ndata = 8\n"):
-        kept.write_text(text)
-        with pytest.raises(Searched):
-            auto_layout.auto_layout(lambda: Net(nnx.Rngs(0)), DATA, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), saved=kept)
+    kept, said = tmp_path / "layout.toml", []
+    kept.write_text(text)
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "saved": kept, "say": said.append}
+    with pytest.raises(Searched):
+        auto_layout.auto_layout(lambda: Net(nnx.Rngs(0)), DATA, **options)
+    assert said[0].startswith(f'layout="auto": {kept} is not used, because {why}')
 
 
-@pytest.mark.parametrize(("options", "what"), [({"mesh": "data=8"}, "mesh"), ({"accumulate": 2}, "accumulate")])
-def test_what_it_chooses_is_not_given(options, what):
-    with pytest.raises(OptionError, match=rf'layout="auto" chooses {what} as well\.\n    fix: leave {what} out, or name a layout\.'):
+def test_a_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "layout.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(spmd.errors.LayoutError, match="is not UTF-8 text"):
+        fit(checkpoint=tmp_path, resume=True)
+
+
+BEFORE = {
+    "a mesh": ({"mesh": "data=8"}, r"chooses the mesh as well, and data=8 is given\.\n    fix: leave mesh out, or name a layout\."),
+    "microbatches": ({"accumulate": 2}, r"chooses accumulate as well\.\n    fix: leave accumulate out, or name a layout\."),
+    "no number": ({"accumulate": 0}, "accumulate=0"),
+    "callbacks": ({"callbacks": [3]}, "callback"),
+    "no folder": ({"resume": True}, "resume=True without a checkpoint folder"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BEFORE.values(), ids=BEFORE.keys())
+def test_errors_before_a_search(monkeypatch, options, message):
+    monkeypatch.setattr(auto_layout, "search", lambda *given, **options: pytest.fail("searched"))
+    with pytest.raises(spmd.SpmdError, match=message):
         fit(**options)
+
+
+def test_a_folder_that_holds_a_run_is_an_error_before_a_search(tmp_path, monkeypatch):
+    fit("data_parallel", checkpoint=tmp_path, steps=1)
+    monkeypatch.setattr(auto_layout, "search", lambda *given, **options: pytest.fail("searched"))
+    with pytest.raises(spmd.errors.CheckpointError, match="already holds a run, up to step 1"):
+        fit(checkpoint=tmp_path)
+
+
+def test_a_mesh_that_is_set_is_named():
+    with jax.set_mesh(spmd.make_mesh("data=8")), pytest.raises(OptionError, match=r"call fit where no mesh is set with jax\.set_mesh"):
+        fit()
 
 
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(OptionError, match=r"searches in one process, and here are 2\.\n    fix: spmd search SCRIPT --target"):
-        auto_layout.check_auto(None, 1)
+        auto_layout.check_auto(None, "float32", 1)
 
 
 def test_devices_that_no_target_describes(monkeypatch):

@@ -152,6 +152,32 @@ def test_two_layers_share_their_hidden_axis():
     assert names_of(program(Two(), ROWS)) == {"up/kernel": (None, "mlp"), "up/bias": ("mlp",), "down/kernel": ("mlp", None)}
 
 
+def test_a_stream_that_cannot_be_sharded_is_still_the_stream():
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(V, 36, name="embed")(tokens)
+            for number in range(2):
+                x = x + nn.Dense(36, name=f"down_{number}")(nn.relu(nn.Dense(64, name=f"up_{number}")(x)))
+            return nn.Dense(V, name="head")(x)
+
+    found = names_of(program(Odd(), TEXT))
+    assert found["up_0/kernel"] == (None, "mlp") and found["down_1/kernel"] == ("mlp", None)
+
+
+def test_matrices_of_groups_of_rows():
+    def init(key):
+        return {"up": jnp.ones((4, 16, 64)), "down": jnp.ones((4, 64, 16)), "out": jnp.ones((16, 10))}
+
+    def apply(params, x):
+        sizes = jnp.full((4,), x.shape[0] // 4, "int32")
+        hidden = jax.nn.relu(jax.lax.ragged_dot(x, params["up"], sizes))
+        return jax.lax.ragged_dot(hidden, params["down"], sizes) @ params["out"]
+
+    found = names_of(program(spmd.FunctionalModel(init, apply), ROWS))
+    assert found["up"] == (None, "mlp", "embed") and found["down"] == (None, "embed", "mlp") and found["out"] == ("mlp", None)
+
+
 def test_convolutions_share_channels():
     found = names_of(program(ConvNet(), IMAGES))
     for number in (0, 1):

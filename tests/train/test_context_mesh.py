@@ -96,3 +96,23 @@ def test_a_sweep_has_axes_of_its_own():
             search="grid", batch_size=16, steps=2, progress=False,
         )  # fmt: skip
     assert len(found.trials) == 2
+
+
+@TYPES
+def test_an_ensemble(types):
+    one, two = (spmd.fit(lambda seed=seed: Net(nnx.Rngs(seed)), DATA, batch_size=16, steps=1, **OPTIONS) for seed in (0, 1))
+    outside = spmd.Ensemble([one, two]).predict(ROWS)
+    with jax.set_mesh(a_mesh(types)):
+        np.testing.assert_array_equal(spmd.Ensemble([one, two]).predict(ROWS), outside)
+
+
+def test_changes_of_a_plan():
+    batch = {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "label": jax.ShapeDtypeStruct((16,), "int32")}
+    plan = spmd.plan(lambda: Net(nnx.Rngs(0)), batch, target="8xcpu", **OPTIONS)
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        assert "context mesh" not in str(plan.changes())
+
+
+def test_a_mesh_without_devices_is_no_default():
+    with jax.sharding.use_abstract_mesh(a_mesh(AxisType.Auto).abstract_mesh):
+        assert spmd.Trainer(lambda: Net(nnx.Rngs(0)), **OPTIONS).mesh.size == 8
