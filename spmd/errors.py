@@ -257,12 +257,12 @@ def short_repr(value: Any) -> str:
     return _clipped(re.sub(r" at 0x[0-9a-f]+", "", " ".join(_Short().repr(value).split("\n"))), VALUE)
 
 
-def check_integer(value: Any, name: str, least: int = 1, *, optional: bool = False) -> None:
-    """Raise `OptionError` unless `value` is an integer of at least `least`, or None if it is optional."""
+def check_integer(value: Any, name: str, least: int = 1, most: int | None = None, *, optional: bool = False) -> None:
+    """Raise `OptionError` unless `value` is an integer from `least` (to `most`), or None if it is optional."""
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise OptionError(f"{name}={short_repr(value)}: a whole number from {least}.")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least or (most is not None and not value <= most):
+        raise OptionError(f"{name}={short_repr(value)}: a whole number from {least}{'' if most is None else f' to {most}'}.")
 
 
 def join_names(names: Iterable[str], most: int = 8) -> str:

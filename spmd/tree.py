@@ -55,7 +55,8 @@ def abstract(tree: Tree, sharding: jax.sharding.Sharding | None = None) -> Tree:
     """The tree with every leaf replaced by its shape, dtype and this sharding; no data is read or moved."""
 
     def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype_of(leaf)), sharding=sharding)
+        dtype = jax.dtypes.canonicalize_dtype(dtype_of(leaf), allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding)
 
     return jax.tree.map(abstract_leaf, tree)
 

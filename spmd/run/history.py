@@ -156,18 +156,30 @@ class History:
             raise KeyError(f'no metric "{name}"; there are {", ".join(self.names)}')
         return values
 
+    def curves(self) -> dict[str, dict[int, float]]:
+        """Values of each metric by the step, at those where it was counted: limits, say, are of steps alone whose update was skipped."""
+        old = np.array([packed for _, _, packed, _ in self._windows]).reshape(len(self._windows), 2, len(self._names))
+        steps = np.array([step for step, *_ in self._windows] + [step for part in self._parts() for step in part["step"].tolist()], int)
+        sums, counts = np.concatenate([old, *(part["packed"] for part in self._parts())]).swapaxes(0, 1)
+        found = {}
+        for column, name in enumerate(self._names):
+            counted = counts[:, column] != 0
+            values = means(sums[counted, column], counts[counted, column])
+            found[name] = dict(zip(steps[counted].tolist(), values.tolist(), strict=True))
+        return {name: values for name, values in found.items() if values}
+
     def _repr_html_(self) -> str:
         """A small chart for each metric, for a notebook."""
-        rows, names = list(self.rows()), dict.fromkeys(name.removeprefix("eval_") for name in (*self._names, *self.names))
+        trained, evaluated = self.curves(), dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
 
-        def points(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
-            return {row["step"]: row[name] for row in rows if name in row}
+        def points(name: str) -> dict[int, float]:
+            return {row["step"]: row[name] for row in self.evaluations if name in row}
 
-        panels = (panel(name, points(rows, name), points(self.evaluations, f"eval_{name}")) for name in names if name not in self.known())
-        return f"<div>{''.join(panels)}</div>"
+        names = dict.fromkeys([*trained, *(name.removeprefix("eval_") for name in evaluated)])
+        return f"<div>{''.join(panel(name, trained.get(name, {}), points(f'eval_{name}')) for name in names)}</div>"
 
     def __repr__(self) -> str:
-        curves = "  ".join(f"{name} {spark(self[name])} {self[name][-1]:.4g}" for name in self._names if len(self))
+        curves = "  ".join(f"{name} {spark([*values.values()])} {[*values.values()][-1]:.4g}" for name, values in self.curves().items())
         ended = f" ({len(self.unfinished)} more not completed)" if self.unfinished else ""
         return f"History of {len(self)} steps and {len(self.evaluations)} evaluations{ended}  {curves}".rstrip()
 

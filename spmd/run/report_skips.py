@@ -37,7 +37,8 @@ def skip_cause(means: Mapping[str, float]) -> str:
     'the norm of the gradients is 90, and the limit 4.5'
     """
     if LOSS_SCALE in means and GRAD_NORM not in means:
-        return f"gradients in float16 are not finite; the loss is now scaled by {means[LOSS_SCALE]:g}"
+        what = "gradients in float16 are" if math.isfinite(means.get("loss", 0.0)) else "the loss itself, and so gradients in float16, are"
+        return f"{what} not finite; the loss is now scaled by {means[LOSS_SCALE]:g}"
     loss, norm = means.get("loss", math.nan), means.get(GRAD_NORM, math.inf)
     said = []
     for name, value, limit in (("loss", loss, means.get(LOSS_LIMIT)), ("norm of the gradients", norm, means.get(NORM_LIMIT))):

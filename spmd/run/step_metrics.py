@@ -65,12 +65,12 @@ class StepMetrics:
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
         run.history.add_steps(first, packed)
         self._samples += sum(rows)
-        if first == 1:
+        if first == 1 and not self._skipped(packed[0]):
             check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0))
         newest = first + len(packed) - 1 == run.step
         for offset, sums in enumerate(packed):
             step = first + offset
-            if self._left is not None and sums[1, self._left]:
+            if self._skipped(sums):
                 report_skip(step, self._means(sums), self._control.last_checkpoint())
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
@@ -108,6 +108,10 @@ class StepMetrics:
             }
             write_record(self._config.loggers, record)
             self._window = np.zeros_like(self._window)
+
+    def _skipped(self, sums: np.ndarray) -> bool:
+        """Whether the update of a step was skipped."""
+        return self._left is not None and bool(sums[1, self._left])
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
         """Means by name. One over nothing is left out: it is no number, and no NaN to stop for."""

@@ -27,7 +27,8 @@ class TrialResult:
       score: what trials are compared by; not finite where it diverged.
       metrics: of its newest evaluation; empty without data to evaluate.
       history: metrics of every step, and the evaluations.
-      ended: "done", or "dropped" (others were better) or "diverged" (the loss was not finite), with the step.
+      ended: "done", or "dropped" (others were better) or "diverged" (the loss was not finite, or too many updates in a
+        row were skipped), with the step.
     """
 
     trial: Trial

@@ -28,6 +28,7 @@ from spmd.sweeps.successive_halving import best
 from spmd.sweeps.train_chunk import Chunk, filled
 from spmd.sweeps.vmapped_trials import VmappedTrials
 from spmd.train.objective import LOSS
+from spmd.train.skipped_updates import LEFT
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
 
@@ -184,15 +185,17 @@ class SweepRunner:
         names, name = packed.program.names, self.measure[0]
         with np.errstate(all="ignore"):
             values = record.steps[:, 0] / record.steps[:, 1]
-        losses = values[:, names.index(LOSS)]
-        if not np.isfinite(losses).all():
-            record.ended = f"diverged at step {int(np.argmin(np.isfinite(losses))) + 1}"
+        skipped, diverged = skipped_and_diverged(record.steps, names)
+        if diverged.any():
+            record.ended = f"diverged at step {int(np.argmax(diverged)) + 1}"
             record.score = math.nan
-            return
-        newest = values[-min(len(values), self.study.data.steps_per_epoch) :]
-        record.score = (
-            record.evaluations[-1][1][name] if name.startswith("eval_") else float(newest[:, names.index(name)].mean(dtype=np.float64))
-        )
+        elif name.startswith("eval_"):
+            record.score = record.evaluations[-1][1][name]
+        else:
+            newest = slice(-min(len(values), self.study.data.steps_per_epoch), None)
+            column = values[newest, names.index(name)]
+            column = column[np.isfinite(column) | ~skipped[newest]]
+            record.score = float(column.mean(dtype=np.float64)) if len(column) else math.nan
 
     def _sweep(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
         if jax.process_count() > 1:  # files are read by all processes together, which need not ask for a result together
@@ -243,6 +246,22 @@ class SweepRunner:
         with open_checkpoints(unfinished) as store:
             store.save(state, int(result.state.step), {**about, **more}, {})
         in_writer(lambda: unfinished.rename(place))  # complete, or absent; no process returns before it is there
+
+
+def skipped_and_diverged(steps: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each step of a trial, bool[steps]: whether its update was skipped, and whether `fit` would have ended there as diverged.
+
+    >>> skipped_and_diverged(np.array([[[np.nan, 2], [1, 1]], [[np.nan, 0], [1, 0]]]), ("loss", "skips_left"))
+    (array([ True, False]), array([False,  True]))
+    """
+    with np.errstate(all="ignore"):
+        values = steps[:, 0] / steps[:, 1]
+    diverged = ~np.isfinite(values[:, names.index(LOSS)])
+    if LEFT not in names:
+        return np.zeros(len(steps), bool), diverged
+    left = names.index(LEFT)
+    skipped = steps[:, 1, left] > 0
+    return skipped, np.where(skipped, values[:, left] == 0, diverged)
 
 
 def _end(reason: str) -> NoReturn:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.train.spike_skip import init_alone, where_applied
+from spmd.train.spike_skip import MOST_COUNTED, init_alone, where_applied
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import options_of, wrap_optimizer
 from spmd.tree import Tree
@@ -48,8 +48,9 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
 
     `fit`, `Trainer` and `sweep` with `precision="float16"` put it around their optimizer; put it there yourself for other numbers. They
     measure `loss_scale` (of the next step) and `skipped` (0 or 1), and of skipped steps `skips_left`: `fit` ends when 32 in a row were
-    skipped. Gradients are too large if those of all rows together are, so the decision does not depend on how many rows a device has;
-    but where gradients of single devices overflow and cancel in the sum, a mesh of other devices may not skip that step.
+    skipped. Those of a NaN in the data are among them, and are not counted in the `max_in_a_row` of a `skip_spikes` inside. Gradients are
+    too large if those of all rows together are, so the decision does not depend on how many rows a device has; but where gradients of
+    single devices overflow and cancel in the sum, a mesh of other devices may not skip that step.
 
     Args:
       optimizer: any optax gradient transformation.
@@ -75,7 +76,7 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
     tx = check_optimizer(optimizer)
     if isinstance(initial, bool) or not isinstance(initial, numbers.Real) or not SMALLEST <= initial <= LARGEST:
         raise OptionError(f"scale_loss: initial={short_repr(initial)}.", fix="from 2.0**-24 to 2.0**40, such as 2.0**20.")
-    check_integer(every, "scale_loss: every")
+    check_integer(every, "scale_loss: every", 1, MOST_COUNTED)
 
     def init(params: Tree) -> LossScale:
         return LossScale(

@@ -19,7 +19,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.jaxpr import closed_jaxprs, equations, inlined
+from spmd.errors import LayoutError
+from spmd.jaxpr import closed_jaxprs, equations, inlined, inner_jaxprs
 from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
 from spmd.train.matrix_regions import DependentLayersError, Region, find_regions, layer_dim, needs_matrix, of_one_layer, variables
@@ -39,11 +40,15 @@ class Group:
       shape: of one matrix.
       matrices: how many there are, layers of stacks counted.
       most: how many the devices with the most own.
+      paths: the parameters, each with the number of its matrices.
+      program: equal for groups whose scalars alone differ.
     """
 
     shape: tuple[int, ...]
     matrices: int
     most: int
+    paths: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    program: tuple = dataclasses.field(default=(), compare=False, repr=False)
 
 
 def update_by_owners(
@@ -53,6 +58,9 @@ def update_by_owners(
 
     Args:
       groups: gets the groups of matrices when `update` is traced.
+
+    Raises:
+      LayoutError: by `update`, whose program cannot be rewritten.
     """
     if mesh.size == 1:
         return optimizer
@@ -63,9 +71,13 @@ def update_by_owners(
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         arguments = updates, state, params, extra
         closed, shapes = _traced(run, arguments)
-        owners = _owners(arguments, resolved)
-        program = _Program(closed.jaxpr, _of_more_layers(optimizer, run, arguments, closed.jaxpr), owners, resolved, mesh, groups)
-        results = jaxpr_as_fun(closed.replace(jaxpr=program.rewritten()))(*jax.tree.leaves(arguments))
+        of_more, owners = _of_more_layers(optimizer, run, arguments, closed.jaxpr), _owners(arguments, resolved)
+        try:
+            jaxpr = _Program(closed.jaxpr, of_more, owners, resolved, mesh, groups).rewritten()
+        except Exception as error:
+            why = f'[optimizer] matrices = "owner": the optimizer\'s update cannot be rewritten: {type(error).__name__}: {error}'
+            raise LayoutError(why, fix="leave it out: the optimizer trains the same, and XLA places its matrices.") from error
+        results = jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
@@ -78,22 +90,52 @@ def owner_notes(optimizer: optax.GradientTransformationExtraArgs, state: Any, re
     groups: list[Group] = []
     grads, opt = abstract((state.params, state.opt))
     update = update_by_owners(optimizer, resolved, mesh, groups).update
-    jax.eval_shape(lambda grads, opt: update(grads, opt, grads, value=jnp.float32(0)), grads, opt)
+    traced = jax.make_jaxpr(lambda grads, opt: update(grads, opt, grads, value=jnp.float32(0)))(grads, opt)
+    products = _products_outside(traced.jaxpr)
+    left = "products of several parameters' arrays, in a loop over them, or next to what cannot be batched, are left to the compiler"
+    left = f"{left}: {products}."
     if not groups:
-        return ['note: [optimizer] matrices = "owner": the optimizer multiplies and factorizes no matrices, so none has an owner.']
+        why = f"none has an owner: {left}" if products else "the optimizer multiplies and factorizes no matrices, so none has an owner."
+        return [f'note: [optimizer] matrices = "owner": {why}']
+    counts: dict[str, int] = {}
+    for group in groups:
+        counts |= {path: max(count, counts.get(path, 0)) for path, count in group.paths.items()}
     shapes = ", ".join(f"{group.matrices} of {list(group.shape)} (at most {group.most} on a device)" for group in groups)
-    return [f"[optimizer] matrices: {sum(group.matrices for group in groups)} have owners: {shapes}."]
+    notes = [f"[optimizer] matrices: {sum(counts.values())} have owners: {shapes}."]
+    if products:
+        notes.append(f"note: [optimizer] matrices: {left}")
+    alike = [sum(other.program == group.program for other in groups) > 1 and group.matrices < mesh.size for group in groups]
+    if few := sum(alike):
+        why = f"batches of fewer matrices than the mesh has devices, because scalars that equal programs use differ: {few}."
+        notes.append(f"note: [optimizer] matrices: {why}")
+    return notes
+
+
+def _products_outside(jaxpr: Any) -> int:
+    """How many products and factorizations of matrices owners do not compute."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "shard_map" and needs_matrix(equation):
+            inner = [*inner_jaxprs(equation)]
+            count += sum(_products_outside(each) for each in inner) if inner else 1
+    return count
 
 
 def param_within(path: str, placements: Mapping[str, Any]) -> str | None:
-    """The parameter whose path is in the path of an optimizer's array; of several the longest.
+    """The parameter whose path is in the path of an optimizer's array: the last, and of several that end there the longest.
 
-    >>> param_within("0/mu/blocks/0/kernel/left", {"kernel": 1, "blocks/0/kernel": 2})
+    The number of a parameter in a list must be at the end, because optimizers are numbered too.
+
+    >>> param_within("0/mu/blocks/0/kernel/left", {"kernel": 1, "blocks/0/kernel": 2, "mu": 3})
     'blocks/0/kernel'
     """
     parts = path.split("/")
-    inside = ("/".join(parts[start : start + size]) for size in range(len(parts), 0, -1) for start in range(len(parts) - size + 1))
-    return next((part for part in inside if part in placements), None)
+    for end in range(len(parts), 0, -1):
+        for start in range(end):
+            inside = "/".join(parts[start:end])
+            if inside in placements and (end == len(parts) or not inside.isdigit()):
+                return inside
+    return None
 
 
 def _owners(arguments: tuple[Tree, ...], resolved: Resolved) -> list[str | None]:
@@ -159,9 +201,28 @@ class _Member:
     @property
     def key(self) -> tuple:
         """Equal for members of one group."""
-        shared = tuple(x for x in self.region.inputs if x in self.region.shared)
+        return self.kind, tuple(self.region.shared[x] for x in self.region.inputs if x in self.region.shared)
+
+    @property
+    def kind(self) -> tuple:
+        """Equal for members of one group, and of groups that differ in shared inputs."""
         constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
-        return str(self.program), constants, self.layers is None, self.stacked, self.slots, self.ways, self.specs, shared
+        kind = self.region.level, str(self.program), constants, self.layers is None
+        return *kind, self.stacked, self.slots, self.ways, self.specs
+
+    @property
+    def batched(self) -> Callable[..., Any]:
+        """The program of a batch of matrices."""
+        dims = [None if x in self.region.shared else 0 for x in self.region.inputs]
+        return jax.vmap(jaxpr_as_fun(ClosedJaxpr(self.program, ())), in_axes=dims)
+
+    def can_be_batched(self) -> bool:
+        shapes = [(() if x in self.region.shared else (1,), y.aval) for x, y in zip(self.region.inputs, self.program.invars, strict=True)]
+        try:
+            jax.eval_shape(self.batched, *[_shaped(kind, (*batch, *kind.shape)) for batch, kind in shapes])
+        except Exception:  # a primitive, such as a callback, may refuse batches in any way
+            return False
+        return True
 
     def held(self, mesh: Mesh | AbstractMesh) -> int:
         """How many matrices the devices of one position along `slots` have."""
@@ -195,8 +256,10 @@ class _Program:
         groups: dict[tuple, list[_Member]] = {}
         regions, owners = find_regions(found, owners, outputs)
         for region in regions:
-            member = self._member(region, found, of_more)
-            groups.setdefault(member.key, []).append(member)
+            if all(x.aval.size for x in (*region.inputs, *region.outputs)):  # an empty array has no shards to send
+                member = self._member(region, found, of_more)
+                groups.setdefault(member.key, []).append(member)
+        groups = {key: members for key, members in groups.items() if members[0].can_be_batched()}
         inside = {place for members in groups.values() for member in members for place in member.region.equations}
         kept = [self._branches(place, found, of_more, owners) for place in range(len(found)) if place not in inside]
         replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())])
@@ -229,7 +292,8 @@ class _Program:
                 dims = [layer_dim(x, names[x], layers) for x in atoms]
                 if {*dims} <= {0, None}:
                     program, stacked = of_one_layer(program, other, layers), tuple(dim == 0 for dim in dims)
-                    region = dataclasses.replace(region, shared=region.shared - {x for x, dim in zip(atoms, dims, strict=True) if dim == 0})
+                    layered = {x for x, dim in zip(atoms, dims, strict=True) if dim == 0}
+                    region = dataclasses.replace(region, shared={x: y for x, y in region.shared.items() if x not in layered})
             except DependentLayersError:
                 if region.without_sums is not None:  # which may be over all layers
                     return self._member(region.without_sums, found, of_more)
@@ -247,7 +311,7 @@ class _Program:
         """One equation in place of regions."""
         first = members[0]
         own = [number for number, x in enumerate(first.region.inputs) if x not in first.region.shared]
-        shared = [x for x in first.region.inputs if x in first.region.shared]
+        shared = [first.region.shared[x] for x in first.region.inputs if x in first.region.shared]
         arrays = [[member.region.inputs[number] for member in members] for number in own]
         if self.groups is not None:
             self.groups.append(_group(members, self.mesh))
@@ -293,10 +357,10 @@ def _in_order(found: list[Any]) -> list[Any]:
 
 def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
-    matrices = sum(member.layers or 1 for member in members)
-    return Group(
-        first.shape, matrices, -(-sum(member.held(mesh) for member in members) // math.prod(_size(way, mesh) for way in first.ways))
-    )
+    paths = {member.region.path: member.layers or 1 for member in members}
+    places = math.prod(_size(way, mesh) for way in first.ways)
+    most = -(-sum(member.held(mesh) for member in members) // places)
+    return Group(first.shape, sum(member.layers or 1 for member in members), most, paths, first.kind)
 
 
 # where a matrix goes ----------------------------------------------------------------------------------------------------
@@ -345,8 +409,6 @@ def _local_update(member: _Member, own: list[int], held: list[int]) -> Callable[
       held: how many matrices each member has.
     """
     inputs = member.region.inputs
-    dims = [None if x in member.region.shared else 0 for x in inputs]
-    update = jax.vmap(jaxpr_as_fun(ClosedJaxpr(member.program, ())), in_axes=dims)
 
     def matrices_of(shard: jax.Array, number: int, count: int) -> jax.Array:
         """[count, ...] of what one program takes, of a shard."""
@@ -358,7 +420,7 @@ def _local_update(member: _Member, own: list[int], held: list[int]) -> Callable[
             joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in zip(shards, held, strict=True)])
             owned.append(_to_owners(joined, _inner_spec(member, number), member.ways))
         taken, others = iter(owned), iter(shared)
-        updated = update(*[next(others) if x in member.region.shared else next(taken) for x in inputs])
+        updated = member.batched(*[next(others) if x in member.region.shared else next(taken) for x in inputs])
         results = []
         for number, matrices in enumerate(updated, len(inputs)):
             shards = _from_owners(matrices, _inner_spec(member, number), member.ways)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Var
 
 from spmd.jaxpr import equations, inner_jaxprs
@@ -32,20 +33,22 @@ class Region:
 
     Attributes:
       path: the parameter.
+      level: how many values of several parameters follow one another before it. Regions of one level use nothing of each other.
       equations: their places in the program, in order.
       copied: those of equations that it computes as well, because their results need not be sent then: constants, and element-wise
         functions of other inputs.
       inputs, outputs: variables that it takes from other equations, and that others take from it.
-      shared: those of the inputs that are no arrays of the parameter, such as counters.
+      shared: those of the inputs that are no arrays of the parameter, such as counters; of each the first that is computed like it.
       without_sums: the region without sums that it begins with, such as a norm; None if it has none.
     """
 
     path: str
+    level: int
     equations: tuple[int, ...]
     copied: tuple[int, ...]
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    shared: frozenset[Any]
+    shared: Mapping[Any, Any]
     without_sums: "Region | None" = None
 
     @property
@@ -77,7 +80,7 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
     """The regions of a program, and the parameter of every variable that is computed from arrays of one.
 
     What is computed from arrays of several parameters, such as a global norm, is in none; what uses it is in another region than what it
-    is computed from, so that each region can be computed at once.
+    is computed from, so that the regions of one level can be computed at once.
 
     Args:
       found: the equations of the program.
@@ -104,22 +107,38 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
     for equation in found:
         if not equation.effects and constant.issuperset(variables(equation.invars)):
             constant.update(equation.outvars)
-    known = _Known(found, owner, constant, made_at, needed_in)
-    return [region for (path, _), places in parts.items() if (region := _region(known, path, places))], owner
+    known = _Known(found, owner, constant, made_at, needed_in, _alike(found, owner))
+    return [region for (path, level), places in parts.items() if (region := _region(known, path, level, places))], owner
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A program: its equations, the parameter of each variable that has one, constants, and who makes and uses a variable."""
+    """A program: its equations, the parameter of each variable that has one, constants, who makes and uses a variable, and `_alike`."""
 
     found: Sequence[Any]
     owner: Mapping[Any, str]
     constant: set[Any]
     made_at: Mapping[Any, int]
     needed_in: Mapping[Any, set[int]]
+    alike: Mapping[Any, Any]
 
 
-def _region(known: _Known, path: str, places: list[int]) -> Region | None:
+def _alike(found: Sequence[Any], owner: Mapping[Any, str]) -> dict[Any, Any]:
+    """Of every variable of no parameter that element-wise functions compute, the first that is computed alike.
+
+    Each parameter's update may compute a scalar anew, such as the learning rate in the parameter's dtype.
+    """
+    alike: dict[Any, Any] = {}
+    first: dict[tuple, Any] = {}
+    for equation in found:
+        if _is_elementwise(equation) and equation.outvars[0] not in owner:
+            inputs = tuple((x.aval, np.asarray(x.val).tobytes()) if hasattr(x, "val") else alike.get(x, x) for x in equation.invars)
+            [x] = equation.outvars
+            alike[x] = first.setdefault((equation.primitive, str(equation.params), inputs, x.aval), x)
+    return alike
+
+
+def _region(known: _Known, path: str, level: int, places: list[int]) -> Region | None:
     """The region among these equations of one parameter: what needs the matrix, what is between, sums of elements that it uses, and what
     moves elements on either side, so that arrays pass its borders in the parameter's own shape."""
     found = known.found
@@ -130,18 +149,18 @@ def _region(known: _Known, path: str, places: list[int]) -> Region | None:
     plain = [place for place in places if place in seeds | moving or _is_elementwise(found[place])]
     moves = moving & (_reaching(found, plain, seeds) | _reached(found, plain, seeds))  # with no sum on the way
     sums = {place for place in _reaching(found, places, seeds) if not _is_elementwise(found[place])}
-    region, fewer = (_hull(known, path, places, ends) for ends in (seeds | moves | sums, seeds | moves))
+    region, fewer = (_hull(known, path, level, places, ends) for ends in (seeds | moves | sums, seeds | moves))
     return region if fewer.equations == region.equations else dataclasses.replace(region, without_sums=fewer)
 
 
-def _hull(known: _Known, path: str, places: list[int], ends: set[int]) -> Region:
+def _hull(known: _Known, path: str, level: int, places: list[int], ends: set[int]) -> Region:
     """The region of these equations, and of what is between them."""
     found = known.found
     inside = sorted(_reached(found, places, ends) & _reaching(found, places, ends))
     inputs, copied = _inputs(known, path, inside)
     outputs = [x for place in inside for x in found[place].outvars if known.needed_in.get(x, set()) - set(inside)]
-    shared = frozenset(x for x in inputs if x not in known.owner)
-    return Region(path, tuple(inside), copied, inputs, tuple(outputs), shared)
+    shared = {x: known.alike.get(x, x) for x in inputs if x not in known.owner}
+    return Region(path, level, tuple(inside), copied, inputs, tuple(outputs), shared)
 
 
 def _inputs(known: _Known, path: str, inside: list[int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -295,8 +314,9 @@ def _keeps_layers(name: str, params: Mapping[str, Any], inputs: Sequence[Any], o
             return all(dim not in summed for dim, summed in zip(before, contracted, strict=True))
         return (before[0], before[1]) in zip(*batch, strict=True)
     if name == "reshape":
-        return math.prod(inputs[0].aval.shape[:dim]) == math.prod(output.aval.shape[: after[0]])
-    if name.startswith(("reduce_", "arg")):
+        in_order = params["dimensions"] in (None, tuple(range(rank)))  # and not column-major
+        return in_order and math.prod(inputs[0].aval.shape[:dim]) == math.prod(output.aval.shape[: after[0]])
+    if "axes" in params and name.startswith(("reduce_", "arg")):  # and not reduce_window
         return all(dim not in params["axes"] for dim in moved)
     if name == "slice":
         return params["start_indices"][dim] == 0 and output.aval.shape[after[0]] == inputs[0].aval.shape[dim]

@@ -205,14 +205,14 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
 
 
 def check_names(names: Collection[str], others: Collection[str]) -> None:
-    """A metric of the loss must not have the name of one that the step measures itself.
+    """A metric, given or of the loss, must not have the name of one that the step measures itself.
 
     Raises:
       LossError: it has.
     """
     for name in names:
         if name in others:
-            raise LossError(f'a metric of the loss is "{name}", which the optimizer\'s step measures, too.', fix="another name for it.")
+            raise LossError(f'a metric is named "{name}", as is one that the step measures of the optimizer.', fix="another name for it.")
 
 
 def check_worker(value: Any, rows: int, *, rowwise: bool) -> None:

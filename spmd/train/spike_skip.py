@@ -10,9 +10,10 @@ import optax
 from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import wrap_optimizer
-from spmd.tree import Tree
+from spmd.tree import Tree, describe
 from spmd.wire.transformations import communicates
 
+MOST_COUNTED = 2**31 - 1  # in int32
 LEAST = 0.01  # of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all values are alike
 
 
@@ -21,10 +22,11 @@ class SpikeSkip(NamedTuple):
 
     Attributes:
       inner: of the optimizer.
-      window: float32[2, window], losses and norms of the newest updates that were made.
-      made: int32 scalar, updates that were made.
+      window: float32[2, window], losses and norms of the newest updates that were counted.
+      counted: int32 scalar, updates that were made, and whose gradients were not all 0.
       skipped: int32 scalar, updates that were skipped.
-      left: int32 scalar, updates that may still be skipped in a row.
+      in_a_row: int32 scalar, updates that were skipped since the last one that was made.
+      left: int32 scalar, how many more may be; from `in_a_row` and the option, which may change when a run resumes.
       seen: float32[2], the last step's loss (0 if `update` got none) and norm.
       limits: float32[2], the largest loss and norm for which that step's update was made.
       applied: bool scalar, whether it was made.
@@ -32,8 +34,9 @@ class SpikeSkip(NamedTuple):
 
     inner: Any
     window: jax.Array
-    made: jax.Array
+    counted: jax.Array
     skipped: jax.Array
+    in_a_row: jax.Array
     left: jax.Array
     seen: jax.Array
     limits: jax.Array
@@ -44,7 +47,8 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
     """An optimizer that makes no update where the loss, or the norm of all gradients, is a spike or not finite.
 
     A spike is larger than mean + sigmas * standard deviation of the last `window` updates that were made; a deviation of less than 1 %
-    of the mean counts as 1 %. The first `window` updates only fill the window: until then, just what is not finite is skipped. (PaLM,
+    of the mean counts as 1 %. The first `window` updates only fill the window: until then, just what is not finite is skipped. Updates
+    whose gradients are all 0 do not enter it, and where all losses in it are 0, only the norm is looked at. (PaLM,
     Chowdhery et al., arXiv:2204.02311, section 5.1, skips such batches; the band is that of OLMo-core's `SkipStepOptimizer`, on one
     side, and without skipped values in it.)
 
@@ -66,7 +70,7 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
     Raises:
       OptimizerError: `optimizer` is no gradient transformation.
       CommunicationError: in `init`: the optimizer communicates itself; `optax.chain(wire.all_reduce(...), skip_spikes(...))`.
-      OptionError: `sigmas`, `window` or `max_in_a_row` is out of range.
+      OptionError: `sigmas`, `window` or `max_in_a_row` is out of range; in `update`: `value` is not a scalar.
 
     Example:
       >>> optimizer = skip_spikes(optax.sgd(1.0), window=2)
@@ -81,33 +85,39 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
     tx = check_optimizer(optimizer)
     if isinstance(sigmas, bool) or not isinstance(sigmas, numbers.Real) or not 0 < sigmas < float("inf"):
         raise OptionError(f"skip_spikes: sigmas={short_repr(sigmas)}.", fix="a number above 0, such as 6.")
-    check_integer(window, "skip_spikes: window", 2)
-    check_integer(max_in_a_row, "skip_spikes: max_in_a_row")
+    check_integer(window, "skip_spikes: window", 2, MOST_COUNTED)
+    check_integer(max_in_a_row, "skip_spikes: max_in_a_row", 1, MOST_COUNTED)
 
     def init(params: Tree) -> SpikeSkip:
-        counts = jnp.int32(0), jnp.int32(0), jnp.int32(max_in_a_row)
-        return SpikeSkip(
-            init_alone("skip_spikes", tx, params), jnp.zeros((2, window)), *counts, jnp.zeros(2), jnp.full(2, jnp.inf), jnp.bool(True)
-        )
+        inner, zero, f32 = init_alone("skip_spikes", tx, params), jnp.int32(0), jnp.float32
+        counts = zero, zero, zero, jnp.int32(max_in_a_row)
+        return SpikeSkip(inner, jnp.zeros((2, window), f32), *counts, jnp.zeros(2, f32), jnp.full(2, jnp.inf, f32), jnp.bool(True))
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, SpikeSkip]:
         value = extra.get("value")
+        if value is not None and jnp.ndim(value):
+            raise OptionError(
+                f"skip_spikes: value is {describe(value)}, not one number.", fix="the mean loss: update(..., value=loss.mean())."
+            )
         squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(updates)]
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
         seen = jnp.stack([jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32), norm])
         mean, deviation = state.window.mean(1), state.window.std(1)
         limits = mean + float(sigmas) * jnp.maximum(deviation, LEAST * jnp.abs(mean))
-        limits = jnp.where(state.made < window, jnp.inf, limits)
+        judged = (state.counted >= window) & (state.window != 0).any(1)
+        limits = jnp.where(judged, limits, jnp.inf)
         applied = (jnp.isfinite(seen) & (seen <= limits)).all()
         updates, inner = where_applied(applied, *tx.update(updates, state.inner, params, **extra), state.inner)
-        newest = (jnp.arange(window) == state.made % window) & applied
-        more = applied.astype(jnp.int32)
+        counts = applied & (norm != 0)  # or else a spell of gradients of 0 would make spikes of all that come after
+        newest = (jnp.arange(window, dtype=jnp.int32) == state.counted % window) & counts
+        in_a_row = jnp.where(applied, 0, state.in_a_row + 1)
         return updates, SpikeSkip(
             inner,
             jnp.where(newest, seen[:, None], state.window),
-            state.made + more,
-            state.skipped + 1 - more,
-            jnp.where(applied, max_in_a_row, jnp.maximum(state.left - 1, 0)),
+            state.counted + counts.astype(jnp.int32),
+            state.skipped + 1 - applied.astype(jnp.int32),
+            in_a_row,
+            jnp.maximum(max_in_a_row - in_a_row, 0),
             seen,
             limits,
             applied,

@@ -171,7 +171,9 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
             fix = "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k)."
         elif any(isinstance(node, SKIPPING) for node in nodes(state.inner)):
             problem = "what skips updates is inside it, and each that is skipped would count."
-            fix = "skip_spikes(average_weights(optimizer))."
+            scales, spikes = (any(isinstance(node, kind) for node in nodes(state.inner)) for kind in (LossScale, SpikeSkip))
+            fix = "skip_spikes(average_weights(optimizer))" if spikes else "average_weights(optimizer)"
+            fix = f"scale_loss({fix})." if scales else f"{fix}."
     if problem:
         raise OptimizerError(f"average_weights would not average the weights as they are: {problem}\n    fix: {fix}")
 

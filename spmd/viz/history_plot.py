@@ -45,12 +45,14 @@ def figure(history: History) -> Any:
     make = import_extra("matplotlib.figure", "examples").Figure
     rows = list(history.rows())
     constant = {name for name in history.known() if len({row[name] for row in rows}) < 2}  # not measured, so not drawn
-    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names if name not in constant))
+    trained = history.curves() | {name: {row["step"]: row[name] for row in rows} for name in history.known() if name not in constant}
+    evaluations = dict.fromkeys(name.removeprefix("eval_") for row in history.evaluations for name in row if name != "step")
+    names = list(dict.fromkeys([*trained, *evaluations]))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
     for axes, name in zip(np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True):
-        trained = [(row["step"], row[name]) for row in rows if name in row]
+        points = list(trained.get(name, {}).items())
         evaluated = [(row["step"], row[f"eval_{name}"]) for row in history.evaluations if f"eval_{name}" in row]
-        _panel(axes, name, np.array(trained, float).reshape(-1, 2), np.array(evaluated, float).reshape(-1, 2))
+        _panel(axes, name, np.array(points, float).reshape(-1, 2), np.array(evaluated, float).reshape(-1, 2))
     return drawn
 
 

@@ -62,11 +62,13 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
 
 def _metrics(result: Result) -> str:
     """The last value of every metric, and the step it was measured at."""
-    last_step = list(result.history.rows())[-1:]
-    measured = [("train", row) for row in last_step] + [("evaluation", row) for row in result.history.evaluations[-1:]]
+    history = result.history
+    trained = [{"step": step, name: value} for name, values in history.curves().items() for step, value in [*values.items()][-1:]]
+    known = [{"step": row["step"], **history.known()} for row in list(history.rows())[-1:]]
     body = [
         (name.removeprefix("eval_"), kind, f"{value:.6g}", row["step"])
-        for kind, row in measured
+        for kind, rows in (("train", trained + known), ("evaluation", history.evaluations[-1:]))
+        for row in rows
         for name, value in row.items()
         if name != "step"
     ]

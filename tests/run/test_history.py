@@ -122,3 +122,13 @@ def test_history_file_that_is_none_is_refused(tmp_path, content):
     (tmp_path / module.FILE).write_bytes(content)
     with pytest.raises(OptionError, match="is damaged"):
         History.read(tmp_path)
+
+
+def test_history_draws_what_was_counted():
+    """Limits of skipped updates are of those steps alone, and of a run without any there are none."""
+    history = History(("loss", "loss_limit", "skips_left"))
+    history.add_steps(1, np.array([[[4.0, 5.0, 0.0], [1, 1, 0]], [[3.0, 0.0, 0.0], [1, 0, 0]]], np.float32))
+    assert repr(history) == "History of 2 steps and 0 evaluations  loss █▁ 3  loss_limit ▁ 5"
+    page = history._repr_html_()
+    assert page.count("<svg") == 2 and "skips_left" not in page and "nothing was measured" not in page
+    assert history.curves() == {"loss": {1: 4.0, 2: 3.0}, "loss_limit": {1: 5.0}}

@@ -80,6 +80,15 @@ def test_too_many_in_a_row_end_the_run(tmp_path, golden):
     golden("skipped_updates_in_a_row", str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
+def test_fix_of_more_in_a_row_lets_the_run_resume(tmp_path):
+    """From a checkpoint in the middle of the row."""
+    with pytest.raises(DivergedError, match="larger sigmas or max_in_a_row"):
+        run(spiky(7, 8, 9), checkpoint=spmd.Checkpoint(tmp_path, every=4))
+    larger = skip_spikes(average_weights(optax.adam(0.05), decay=0.8), window=4, max_in_a_row=4)
+    rest = run(spiky(7, 8, 9), checkpoint=spmd.Checkpoint(tmp_path, every=4), resume=True, optimizer=larger)
+    assert rest.history["skips_left"][0] == 1 and rest.history["skipped"] == [1.0, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.system
 def test_overflow_that_no_scale_helps_ends_the_run(golden):
     model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((FEATURES, 1))}, lambda params, x: jnp.sqrt(0 * x @ params["w"]))
@@ -89,13 +98,22 @@ def test_overflow_that_no_scale_helps_ends_the_run(golden):
     golden("skipped_updates_that_no_scale_helps", str(caught.value))
 
 
-def test_batch_with_a_nan_is_skipped():
+def test_loss_that_is_not_finite_in_float16_is_named(caplog):
+    with caplog.at_level(logging.WARNING, logger="spmd"):
+        run(spiky(3, by=np.nan), 4, precision="float16", optimizer=scale_loss(SPIKES, 2.0**12))
+    lines = [record.message for record in caplog.records if "the update was skipped" in record.message]
+    why = "the loss itself, and so gradients in float16, are not finite; the loss is now scaled by 2048"
+    assert lines == [f"step 3: the update was skipped: {why}. 31 more may be, in a row."]
+
+
+@pytest.mark.parametrize("step, error", [(1, "at the first step"), (3, "step 3")])
+def test_batch_with_a_nan_is_skipped(step, error):
     """Without the wrapper it ends the run."""
-    result = run(spiky(3, by=np.nan))
-    assert np.isnan(result.history["loss"][2]) and np.isfinite(result.history["loss"][3:]).all()
-    assert result.history["skipped"][2] == 1 and np.isfinite(result.state.params["w"]).all()
-    with pytest.raises(DivergedError, match="step 3"):
-        run(spiky(3, by=np.nan), optimizer=optax.adam(0.05))
+    result = run(spiky(step, by=np.nan))
+    assert [number + 1 for number, loss in enumerate(result.history["loss"]) if np.isnan(loss)] == [step]
+    assert result.history["skipped"][step - 1] == 1 and np.isfinite(result.state.params["w"]).all()
+    with pytest.raises(DivergedError, match=error):
+        run(spiky(step, by=np.nan), optimizer=optax.adam(0.05))
 
 
 @pytest.mark.system

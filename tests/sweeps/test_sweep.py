@@ -12,6 +12,7 @@ from swept import CLASSES, FEATURES, FEEDBACK, MODELS, RATES, adam, close, label
 
 import spmd
 from spmd.errors import CheckpointError, OptionError
+from spmd.optimizers import skip_spikes
 from spmd.sweeps.scheduler import SweepRunner
 from spmd.sweeps.vmapped_trials import VmappedTrials
 
@@ -100,6 +101,21 @@ def test_diverged_trial_is_reported_and_changes_no_other():
     with pytest.raises(OptionError, match="the arrays of trial 1 were not kept"):
         swept.trials[1].result()
     assert [row["trial"] for row in swept.rows()][-1] == 1
+
+
+def test_trial_that_skips_updates_diverges_where_fit_ends():
+    data = labelled()
+    data["x"][17] = np.nan  # in one step of each epoch
+    how = {"space": {"learning_rate": [1e-2]}, "search": "grid", "shuffle": False, "eval_data": None}
+
+    def skipping(max_in_a_row):
+        how["optimizer"] = lambda learning_rate: skip_spikes(optax.sgd(learning_rate), max_in_a_row=max_in_a_row)
+        return spmd.sweep(MODELS["plain"], data, **options(**how)).trials[0]
+
+    patient, strict = skipping(2), skipping(1)
+    assert patient.ended == "done" and np.isnan(patient.history["loss"]).sum() > 0 and np.isfinite(patient.score)
+    first = int(np.argmax(patient.history["skipped"])) + 1
+    assert strict.ended == f"diverged at step {first}" and np.isnan(strict.score)
 
 
 @pytest.mark.system

@@ -20,7 +20,7 @@ from spmd.layout.toml_reader import loads
 from spmd.mesh import MeshSpec
 from spmd.planner.compile import PLUGIN
 from spmd.planner.hlo import collective_kind, parse
-from spmd.train.matrix_owners import Group, update_by_owners
+from spmd.train.matrix_owners import Group, owner_notes, param_within, update_by_owners
 from tests.nn.pipes import relative_difference
 from tests.train.test_pipelines import Tied, piped, tokens, weights
 
@@ -265,6 +265,110 @@ def test_a_norm_of_all_gradients_divides_an_update():
     assert groups == [Group((8, 8), 2, 1)] * 2
 
 
+def updated(optimizer, grads):
+    """An update by owners under `fsdp`, its groups, and the update without owners."""
+    optimizer, groups = optax.with_extra_args_support(optimizer), []
+    declared, state = layout("fsdp", "owner"), optimizer.init(grads)
+    resolved = resolve(declared, spmd.tree.flatten(jax.eval_shape(lambda: grads)), {}, MeshSpec.parse("data=8"))
+    by_owners = update_by_owners(optimizer, resolved, spmd.make_mesh("data=8"), groups).update
+    return jax.jit(by_owners)(grads, state, grads)[0], groups, jax.jit(optimizer.update)(grads, state, grads)[0]
+
+
+def normals(**shapes):
+    random = np.random.default_rng(0)
+    return {name: random.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+
+
+SQUARES = normals(a=(8, 8), b=(8, 8))
+
+
+def assert_close(got, wanted):
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(initial=0), err_msg=name)
+
+
+def without_state(rule):
+    return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (rule(grads), state))
+
+
+def test_equal_programs_before_and_after_a_norm_are_two_groups():
+    def rule(grads):
+        first = jax.tree.map(lambda g: g @ g, grads)
+        scaled = jax.tree.map(lambda f: f / optax.tree_utils.tree_norm(first), first)
+        return jax.tree.map(lambda h: h @ h, scaled)
+
+    updates, groups, wanted = updated(without_state(rule), SQUARES)
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 2, 1)] * 2
+
+
+def test_empty_parameters_have_an_update():
+    updates, groups, wanted = updated(without_state(lambda grads: {k: g @ g.T @ g for k, g in grads.items()}), normals(a=(0, 8), b=(8, 8)))
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.contrib.muon(0.02), optax.inject_hyperparams(optax.contrib.muon)(0.02)], ids=["muon", "injected"]
+)
+def test_scalars_that_are_computed_alike_are_one(optimizer):
+    """Of bfloat16 parameters each converts the scalars that they share."""
+    grads = {name: jnp.asarray(leaf, "bfloat16") for name, leaf in SQUARES.items()}
+    assert updated(optimizer, grads)[1] == [Group((8, 8), 2, 1)]
+
+
+def test_conditions_that_are_computed_alike_are_one():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: jax.lax.cond(state % 10 == 0, lambda g: g @ g @ g, lambda g: g @ g, g), grads), state + 1
+
+    updates, groups, wanted = updated(optax.GradientTransformation(lambda params: jnp.int32(3), update), SQUARES)
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 2, 1)]
+
+
+def test_scalars_that_differ_are_two():
+    def update(grads, state, params=None):
+        return {name: (state + number) * (g @ g) @ g for number, (name, g) in enumerate(grads.items())}, state
+
+    updates, groups, wanted = updated(optax.GradientTransformation(lambda params: jnp.float32(3), update), SQUARES)
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 1, 1)] * 2
+
+
+def test_what_cannot_be_batched_is_left_to_the_compiler():
+    def called(g):
+        return jax.pure_callback(lambda x: 2 * np.asarray(x), g, g @ g.T @ g) @ g
+
+    updates, groups, wanted = updated(without_state(lambda grads: {"a": called(grads["a"]), "b": grads["b"] @ grads["b"]}), SQUARES)
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 1, 1)], "b has one"
+
+
+def test_states_named_like_parameters_are_not_theirs():
+    for path, names, wanted in (
+        ("0/mu/w", ("mu", "w"), "w"),
+        ("0/mu/mu", ("mu", "w"), "mu"),
+        ("0/mu/w", ("mu/w", "w"), "mu/w"),
+        ("0/L/w/left", ("L", "w"), "w"),
+        ("0/count", ("0", "1"), None),
+        ("inner/0/mu/1", ("0", "1"), "1"),
+        ("0/0/kernel/left", ("0/kernel", "1/kernel"), "0/kernel"),
+    ):
+        assert param_within(path, dict.fromkeys(names)) == wanted, path
+
+
+@pytest.mark.parametrize("names", ["L w v", "0 1 2"])
+def test_parameters_named_like_states_are_one_batch(names):
+    def update(grads, state, params=None):
+        state = {name: left + grads[name] @ grads[name].T for name, left in state["L"].items()}
+        return {name: state[name] @ grad for name, grad in grads.items()}, {"L": state}
+
+    optimizer = optax.GradientTransformation(lambda params: {"L": jax.tree.map(jnp.zeros_like, params)}, update)
+    updates, groups, wanted = updated(optax.chain(optimizer, optax.scale_by_adam()), normals(**dict.fromkeys(names.split(), (8, 8))))
+    assert_close(updates, wanted)
+    assert groups == [Group((8, 8), 3, 1)]
+
+
 @pytest.mark.parametrize("spec", [(), ("data",), (None, None, "data"), ("data", None, None)])
 def test_stacks_of_several_depths_are_one_batch(spec):
     """Sharded along their layers, or along a matrix, and next to an array that all layers share."""
@@ -297,6 +401,8 @@ MIXING = {  # between two products
     "a product of layers": lambda h: h @ jnp.einsum("lab,lbc->ac", h, h),
     "a number for each layer": lambda h: h * jnp.arange(4.0, dtype=h.dtype)[:, None, None],
     "layers as rows": lambda h: (h.reshape(64, 16) @ h[0]).reshape(h.shape),
+    "windows": lambda h: jax.lax.reduce_window(h, 0.0, jax.lax.add, (1, 3, 3), (1, 1, 1), "SAME"),
+    "columns first": lambda h: h.reshape(h.shape[::-1], order="F").T,
     "layers moved": lambda h: jnp.moveaxis(h.reshape(16, 4, 16), 1, 0),
     "a loop over layers": lambda h: jax.lax.scan(lambda c, x: ((c + x) @ x, c @ x), h[0], h)[1],
     "how many layers": lambda h: h / len(h),
@@ -332,6 +438,13 @@ def test_layers_are_separate_where_no_equation_joins_them(rule, matrices):
     assert [group.matrices for group in groups] == [matrices]
 
 
+def test_random_keys_of_an_optimizer_train():
+    for rest in (optax.contrib.muon(0.02), optax.sgd(0.02)):
+        optimizer = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(0)), rest)
+        states = [steps(trainer_of(optimizer, "fsdp", matrices)) for matrices in ("owner", "compiler")]
+        assert relative_difference(*(jax.device_get(state.params) for state in states)) < 1e-5
+
+
 def test_state_of_matrices_is_sharded():
     """Statistics, which have no parameter's shape, lie over the workers like moments."""
     for matrices, copies in (("owner", 1), ("compiler", 8)):
@@ -350,6 +463,46 @@ def test_notes_say_which_matrices_have_owners():
     trainer = trainer_of(optax.adamw(0.1), "fsdp", "owner")
     trainer.prepare(batches()[0])
     assert any("the optimizer multiplies and factorizes no matrices, so none has an owner" in note for note in trainer.notes())
+
+
+LEFT = "products of several parameters' arrays, in a loop over them, or next to what cannot be batched, are left to the compiler"
+ONE = "1 of [8, 16] (at most 1 on a device)"
+NOTED = {  # of `first`, [8, 16], `head`, [16, 8], and others that have no product
+    "products of two parameters": (
+        lambda g, state: {"first": jnp.pad((h := g["first"] @ g["head"]) @ h, ((0, 0), (0, 8)))},
+        [f'note: [optimizer] matrices = "owner": none has an owner: {LEFT}: 2.'],
+    ),
+    "products of one as well": (
+        lambda g, state: {"head": (g["head"].T @ g["head"] @ g["first"]).T, "first": g["first"] @ g["first"].T @ g["first"]},
+        [f"[optimizer] matrices: 2 have owners: 1 of [16, 8] (at most 1 on a device), {ONE}.", f"note: [optimizer] matrices: {LEFT}: 1."],
+    ),
+    "before and after a norm": (
+        lambda g, state: {"first": (h := g["first"] @ g["first"].T) / optax.tree_utils.tree_norm((h, g["head"])) @ h @ g["first"]},
+        [f"[optimizer] matrices: 1 have owners: {ONE}, {ONE}."],
+    ),
+    "scalars of each": (
+        lambda g, state: {"first": (1 + state) * (g["first"] @ g["first"].T) @ g["first"], "blocks": scaled(state, g["blocks"])},
+        [
+            f"[optimizer] matrices: 4 have owners: {', '.join([ONE, *['1 of [16, 16] (at most 1 on a device)'] * 3])}.",
+            "note: [optimizer] matrices: batches of fewer matrices than the mesh has devices, because scalars that equal programs use "
+            "differ: 3.",
+        ],
+    ),
+}
+
+
+def scaled(state, blocks):
+    return [{"kernel": (number + state) * (k @ k) @ k} for number, k in enumerate(jax.tree.leaves(blocks))]
+
+
+@pytest.mark.parametrize(("rule", "wanted"), NOTED.values(), ids=NOTED)
+def test_notes_say_what_owners_do_not_compute(rule, wanted):
+    def update(grads, state, params=None):
+        return grads | rule(grads, state), state
+
+    optimizer = optax.GradientTransformation(lambda params: jnp.float32(3), update)
+    placed = trainer_of(optimizer, "fsdp", "owner").placed
+    assert owner_notes(placed.optimizer, placed.abstract_state, placed.resolved, placed.mesh) == wanted
 
 
 # collectives of compiled programs -------------------------------------------------------------------------------------
@@ -522,3 +675,10 @@ def test_unknown_owner(golden):
     golden("matrices_unknown", str(caught.value))
     with pytest.raises(LayoutError, match="no matrices"):
         spmd.Layout.load(spmd.Layout(optimizer=spmd.OptimizerState(matrices="owners")))
+
+
+def test_what_cannot_be_rewritten_is_an_error_of_the_layout(monkeypatch, golden):
+    monkeypatch.setattr("spmd.train.matrix_owners.find_regions", lambda *_: {}["axes"])
+    with pytest.raises(LayoutError) as caught:
+        groups_of(MUON(), "fsdp")
+    golden("matrices_not_rewritten", str(caught.value))

@@ -71,5 +71,5 @@ def test_a_metric_of_the_same_name_is_refused():
     def loss(model, batch):
         return ((model(batch["x"]) - batch["y"]) ** 2).mean(), {"grad_norm": jnp.float32(1)}
 
-    with pytest.raises(LossError, match=r'a metric of the loss is "grad_norm"'):
+    with pytest.raises(LossError, match=r'a metric is named "grad_norm"'):
         fit(loss=loss)

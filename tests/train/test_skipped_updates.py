@@ -49,7 +49,7 @@ def test_skip_spikes_has_the_band_of_the_updates_that_were_made():
         np.testing.assert_allclose(state.limits[1], allowed, rtol=1e-6)
         (skipped if norms[number] > allowed else made).append(norms[number])
         assert bool(state.applied) == (norms[number] <= allowed)
-    assert skipped == [60.0, 5.5, 80.0] and (int(state.skipped), int(state.made)) == (3, 8)
+    assert skipped == [60.0, 5.5, 80.0] and (int(state.skipped), int(state.counted)) == (3, 8)
 
 
 def test_skip_spikes_takes_losses_too():
@@ -67,6 +67,33 @@ def test_skip_spikes_skips_what_is_not_finite_from_the_first_step_on():
 
 def test_skip_spikes_of_equal_values_skips_nothing():
     assert int(run(skip_spikes(optax.sgd(1.0), window=3), np.full(20, 0.1), np.full(20, 0.7))[-1][1].skipped) == 0
+
+
+def test_skip_spikes_trains_after_gradients_of_zero():
+    """They do not fill the window: as if those steps had not been."""
+    seen = run(skip_spikes(optax.sgd(1.0), window=3), [0.0] * 5 + [1.0, 2.0, 3.0] + [0.0] * 5 + [2.0, 90.0, 0.0], [0.0] * 16)
+    assert [params for params, _ in seen[4:]] == [0, -1, -3, -6, *[-6] * 5, -8, -8, -8]
+    assert int(seen[-1][1].skipped) == 1 and np.isinf(seen[-1][1].limits[0])
+
+
+def test_skip_spikes_takes_another_number_in_a_row_when_it_resumes():
+    state = run(skip_spikes(optax.sgd(1.0), max_in_a_row=3), [np.nan, np.nan])[-1][1]
+    for most, left in ((3, 0), (10, 7), (2, 0)):
+        _, after = skip_spikes(optax.sgd(1.0), max_in_a_row=most).update(jnp.float32(np.nan), state)
+        assert (int(after.in_a_row), int(after.left)) == (3, left)
+
+
+@pytest.mark.parametrize("wrap", [skip_spikes, scale_loss])
+def test_skipping_state_keeps_its_dtypes_under_x64(wrap):
+    """As in a loop of `lax.scan`, which takes no other."""
+    with jax.enable_x64(True):
+        optimizer, params = wrap(optax.sgd(1.0)), jnp.float32(0)
+
+        def step(state, gradient):
+            return optimizer.update(gradient, state, params, value=gradient)[::-1]
+
+        state, _ = jax.jit(lambda gradients: jax.lax.scan(step, optimizer.init(params), gradients))(jnp.ones(3, jnp.float32))
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(state)} <= {1, 4}
 
 
 def test_scale_loss_halves_and_doubles():
@@ -143,7 +170,7 @@ def check_spike(states, metrics, reference, tolerance):
     """The spike was skipped, all of it, and nothing else; and all is as the reference has it."""
     assert column(metrics, "skipped") == [float(number == BAD) for number in range(STEPS)] == column(reference[1], "skipped")
     before, after = (flatten(states[number]) for number in (BAD - 1, BAD))
-    counters = {"step", *(f"opt/{name}" for name in ("skipped", "left", "seen", "limits", "applied"))}
+    counters = {"step", *(f"opt/{name}" for name in ("skipped", "in_a_row", "left", "seen", "limits", "applied"))}
     for path, leaf in after.items():
         assert path in counters or leaf.tobytes() == before[path].tobytes(), path
     for path, leaf in flatten(reference[0][-1].params).items():
@@ -443,6 +470,8 @@ ERRORS = {
     "sigmas of nothing": lambda: skip_spikes(MOMENTUM, sigmas=0),
     "window of one": lambda: skip_spikes(MOMENTUM, window=1),
     "none in a row": lambda: skip_spikes(MOMENTUM, max_in_a_row=0),
+    "too many in a row": lambda: skip_spikes(MOMENTUM, max_in_a_row=2**31),
+    "loss of each row": lambda: run(SPIKES, [1.0], [np.ones(3)]),
     "scale of nothing": lambda: scale_loss(MOMENTUM, 0.0),
     "every of nothing": lambda: scale_loss(MOMENTUM, every=0),
     "in a chain": lambda: prepare(optimizer=optax.chain(optax.clip_by_global_norm(1.0), SPIKES)),
@@ -455,6 +484,9 @@ ERRORS = {
     "scale for float32": lambda: prepare(optimizer=scale_loss(MOMENTUM)),
     "scale for bfloat16": lambda: prepare(optimizer=scale_loss(MOMENTUM), precision="bfloat16"),
     "average outside": lambda: prepare(optimizer=average_weights(SPIKES)),
+    "average outside of a scale": lambda: prepare(optimizer=average_weights(scale_loss(MOMENTUM)), precision="float16"),
+    "average outside of both": lambda: prepare(optimizer=average_weights(scale_loss(SPIKES)), precision="float16"),
+    "metric given of its name": lambda: prepare(metrics={"grad_norm": spmd.metrics.accuracy}),
     "attention in float16 on a CPU": attention_in_float16,
     "metric of its name": lambda: prepare(loss=own_norm),
 }
