@@ -57,9 +57,9 @@ def test_area_under_the_curve(model, batch_size, mesh, layout):
 def test_large_logits_are_ranked(scale):
     found = evaluated(CLASSES, {"x": scale * ROWS, "label": LABELS}, {"auc": auc})["auc"]
     assert found == pytest.approx(area(scale * ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
-    separate = np.zeros((50, 4), "float32")
-    separate[:, 0] = scale * (2.0 + 0.1 * LABELS)
-    assert evaluated(CLASSES, {"x": separate, "label": LABELS}, {"auc": auc})["auc"] == 1.0
+    separable = np.zeros((50, 4), "float32")
+    separable[:, 0] = scale * (2.0 + 0.1 * LABELS)
+    assert evaluated(CLASSES, {"x": separable, "label": LABELS}, {"auc": auc})["auc"] == 1.0
 
 
 @pytest.mark.parametrize("target", [2, -1])
