@@ -153,9 +153,8 @@ def test_predictions_are_those_of_the_plan(tmp_path):
     options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.01), "layout": "fsdp"}
     plan = spmd.plan(spmd.FunctionalModel(two_layers, apply), batch, target="8xcpu", **options)
     for limit, seconds in plan.timeline.parts.items():
-        assert limit not in {line.name for line in result.profile.kinds} or result.profile[limit].predicted == pytest.approx(
-            seconds, rel=0.2
-        )
+        if limit in {line.name for line in result.profile.kinds}:  # kinds that a step has nothing of are left out
+            assert result.profile[limit].predicted == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("other", [64, 16])
