@@ -1,6 +1,7 @@
 """Examples on the pages run: Python page by page, layouts and host files, cheap commands; and every option exists."""
 
 import argparse
+import functools
 import itertools
 import os
 import re
@@ -12,7 +13,7 @@ import types
 import cloudpickle
 import jax
 import pytest
-from docpages import PAGES, ROOT, blocks, blocks_of, prose
+from docpages import PAGES, ROOT, blocks, blocks_of, is_shown, printing, prose, with_outputs
 
 from spmd.launch import cli
 from spmd.launch.hostfile import read_hosts
@@ -40,16 +41,42 @@ def registries():
 
 
 @pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in PYTHON)))
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries, request):
+    """And prints what the page shows in the block after it, if the page shows outputs. `--regenerate-goldens` writes them."""
     monkeypatch.chdir(tmp_path)
     name = "page_" + re.sub(r"\W", "_", page)
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
     cloudpickle.register_pickle_by_value(module)  # as in a notebook
+    outputs = {}
     for block in PYTHON:
         if block.page == page:
-            exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), vars(module))
+            with printing(functools.partial(outputs.setdefault, block.line)):
+                exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), vars(module))
     assert jax.device_count() == 8
+    compare_outputs(page, outputs, write=request.config.getoption("--regenerate-goldens"))
+
+
+def compare_outputs(page, outputs, *, write):
+    """What blocks have printed, by their lines, with what the page shows."""
+    shown = {before.line: after for before, after in itertools.pairwise(blocks(page)) if after.language == "output"}
+    if not shown:
+        return
+    printed = {block.line: outputs[block.line] for block in PYTHON if block.page == page and block.note == "" and outputs[block.line].strip()}
+    if write:
+        PAGES[page].write_text(with_outputs(PAGES[page].read_text(encoding="utf-8"), printed), encoding="utf-8")
+        return
+    assert sorted(shown) == sorted(printed), f"{page}: lines of blocks that show an output, and of those that print"
+    for line, output in printed.items():
+        assert is_shown(output, shown[line].text), f"{shown[line]}: the block prints\n{output}"
+
+
+def test_outputs_are_compared_and_written():
+    assert is_shown("a 1.5 s\nb \n", "a ... s\nb") and not is_shown("a\nb", "a") and not is_shown("a", "a\nb")
+    page = "```python\nprint(1)\n```\n\n```output\n2\n\n3\n```\nText.\n\n```python\nprint(2)\n```\n"
+    written = with_outputs(page, {2: "1\n", 13: "2\n"})
+    assert written == "```python\nprint(1)\n```\n\n```output\n1\n```\nText.\n\n```python\nprint(2)\n```\n\n```output\n2\n```\n"
+    assert with_outputs(written, {2: "1\n", 10: "2\n"}) == written
 
 
 def first_program(page):
