@@ -95,15 +95,18 @@ def with_outputs(text: str, outputs: dict[int, str]) -> str:
         block, following = known[index], known[index + 1] if index + 1 < len(known) else None
         if block.line not in outputs:
             continue
-        end = block.line - 1 + len(block.text.splitlines())
-        while lines[end] != "```":
-            end += 1
-        last, output = end + 1, outputs[block.line].strip("\n")
+        output = ["```output", *(line.rstrip() for line in outputs[block.line].strip("\n").splitlines()), "```"]
         if following and following.language == "output":
-            if is_shown(output, following.text):
-                continue
-            last = following.line
-            while lines[last - 1] != "```":
-                last += 1
-        lines[end + 1 : last] = ["", "```output", *(line.rstrip() for line in output.splitlines()), "```"]
+            if not is_shown(outputs[block.line], following.text):
+                lines[following.line - 2 : _closed(lines, following.line - 1)] = output
+        else:
+            end = _closed(lines, block.line - 1)
+            lines[end:end] = ["", *output]
     return "\n".join(lines) + "\n"
+
+
+def _closed(lines: list[str], at: int) -> int:
+    """The number of lines up to the end of a block that has begun, with its last line."""
+    while lines[at] not in ("```", "-->"):
+        at += 1
+    return at + 1

@@ -59,10 +59,12 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries, reques
 
 def compare_outputs(page, outputs, *, write):
     """What blocks have printed, by their lines, with what the page shows."""
-    shown = {before.line: after for before, after in itertools.pairwise(blocks(page)) if after.language == "output"}
+    pairs = [pair for pair in itertools.pairwise(blocks(page)) if pair[1].language == "output"]
+    shown = {before.line: after for before, after in pairs if before.language == "python"}
     if not shown:
         return
-    printed = {block.line: outputs[block.line] for block in PYTHON if block.page == page and block.note == "" and outputs[block.line].strip()}
+    of_page = [block for block in PYTHON if block.page == page and outputs[block.line].strip()]
+    printed = {block.line: outputs[block.line] for block in of_page if block.note == "" or block.line in shown}  # hidden ones may show one
     if write:
         PAGES[page].write_text(with_outputs(PAGES[page].read_text(encoding="utf-8"), printed), encoding="utf-8")
         return
@@ -156,16 +158,18 @@ def test_toml_can_be_read(block, tmp_path):
 
 
 def commands():
-    """Every line of a block that begins with `spmd`, without its comment."""
-    for block in ALL:
+    """Every line of a block that begins with `spmd`, without its comment, and what the page shows below the block's last line."""
+    for block, after in itertools.pairwise([*ALL, None]):
         if block.language in ("", "sh"):
-            for number, line in enumerate(block.text.replace("\\\n", "").splitlines()):
+            lines = block.text.replace("\\\n", "").splitlines()
+            for number, line in enumerate(lines):
                 if line.strip().startswith("spmd "):
-                    yield pytest.param(shlex.split(line, comments=True)[1:], id=f"{block.page}:{block.line + number}")
+                    shown = after.text if after and after.language == "output" and number == len(lines) - 1 else ""
+                    yield pytest.param(shlex.split(line, comments=True)[1:], shown, id=f"{block.page}:{block.line + number}")
 
 
-@pytest.mark.parametrize("words", list(commands()))
-def test_commands_are_right(words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("words", "shown"), list(commands()))
+def test_commands_are_right(words, shown, tmp_path, monkeypatch, capsys):
     """All are parsed; those that only print are run."""
     words = words[: words.index(">")] if ">" in words else words
     spmd_words = words[: words.index("--")] if "--" in words else words
@@ -173,7 +177,11 @@ def test_commands_are_right(words, tmp_path, monkeypatch, capsys):
     if any(word in spmd_words for word in ("--dry-run", "--kubernetes")) or (spmd_words[0] in RUN and "--model" not in spmd_words):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "train.py").touch()
-        assert cli.main(words) == 0 and capsys.readouterr().out
+        assert cli.main(words) == 0
+        printed = capsys.readouterr().out
+        assert is_shown(printed, shown) if shown else printed, printed
+    else:
+        assert not shown, "the output of a command that is not run"
 
 
 def parsers(parser):
@@ -193,7 +201,7 @@ def test_options_in_the_text_exist():
     for page in PAGES:
         for code in re.findall(r"`([^`\n]+)`", prose(page)):
             for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code):
-                foreign = code.startswith(("salloc", "scancel", "--signal="))
+                foreign = code.startswith(("salloc", "scancel", "--signal=", "tensorboard"))
                 if option not in known and f'"{option}"' not in texts and not foreign:
                     unknown.append(f"{page}: {option} in `{code}`")
     assert not unknown
