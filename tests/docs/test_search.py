@@ -39,6 +39,10 @@ QUESTIONS = {  # a question -> pages that answer it
     "jax does not see my gpu": {"troubleshooting.html"},
     "stuck, hangs": {"troubleshooting.html"},
     "is not divisible": {"troubleshooting.html"},
+    "keras": {"from_keras.html"},
+    "pytorch lightning": {"from_lightning.html"},
+    "accelerate": {"from_accelerate.html"},
+    "maxtext": {"from_maxtext.html"},
 }
 FIRST = 3  # results that are seen without scrolling
 
