@@ -188,8 +188,9 @@ def fit(
         not the newest weights.
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
-      checkpoint: a folder, or a `Checkpoint` with more options. `resume=True` resumes from the newest checkpoint there, on the same
-        data; `resume="changed_data"` also when the contents of the data have changed, such as a repaired row.
+      checkpoint: a folder, or a `Checkpoint` with more options.
+      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also when the contents of the data have
+        changed, such as a repaired row.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
       log_every: steps per record; each record is the mean over them, with rates such as tokens per second.

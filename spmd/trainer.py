@@ -89,6 +89,10 @@ class Trainer:
     newest `fit` stays in use, else it is the user's; a trainer in several processes has none then, since only `fit` makes sure that all of
     them see the same one.
 
+    Args:
+      model, loss, optimizer, mesh, layout, metrics, precision, accumulate, seed: as in `fit`.
+      compile_cache: as in `fit`, except as above.
+
     Example:
       >>> import optax, spmd
       >>> import jax.numpy as jnp

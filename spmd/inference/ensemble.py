@@ -49,7 +49,12 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The effect of a temperature on held-out data; printed, a table. `before` and `after` have log loss and calibration error."""
+    """The effect of a temperature on held-out data; printed, a table.
+
+    Attributes:
+      temperature: by which log-probabilities are divided.
+      before, after: log loss and calibration error.
+    """
 
     temperature: float
     before: dict[str, float]

@@ -117,7 +117,11 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     """Load a model written by `export`, without the model's code; nothing in the folder is executed as Python.
 
     Args:
+      folder: that `export` wrote.
       device: the jax device that holds the weights and runs the program; None: jax's default.
+
+    Returns:
+      An `ExportedModel`: `model(x)` gives arrays on the device, `model.predict(x)` numpy arrays.
 
     Raises:
       ExportError: there is no such folder, or it is damaged, of a later format, or not for this platform.

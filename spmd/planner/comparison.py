@@ -36,6 +36,12 @@ class Comparison:
 def compare(*plans: Plan) -> Comparison:
     """Compare plans side by side, relative to the first one.
 
+    Args:
+      plans: two or more, of `spmd.plan`.
+
+    Returns:
+      A table; `figures` has a tuple of numbers for each line, one for each plan.
+
     Raises:
       OptionError: fewer than two plans, or not plans.
 

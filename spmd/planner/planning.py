@@ -43,6 +43,7 @@ class Plan(PlanData):
       compiled: the compiled program and its statistics; `compiled.compiler` names the compiler.
       notes: warnings and remarks.
       costs: what the step spends its time on, largest first.
+      program: the step that was planned.
 
     Example:
       >>> import jax, optax, spmd

@@ -13,6 +13,9 @@ DOTS = 130  # per inch
 class Picture:
     """A drawing for a notebook's cell; `figure` is the `matplotlib.figure.Figure`, without a window or global state.
 
+    Args:
+      figure: of matplotlib.
+
     Example:
       >>> import spmd
       >>> account = spmd.simulate(spmd.ParameterServer(), workers=4, steps=20)

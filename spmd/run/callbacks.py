@@ -93,6 +93,14 @@ class Callback:
 
     With `exact`, the loop waits for the step before it calls `on_step`, so that `info.state` can be read; by default it
     does so when `every` is more than 1.
+
+    Example:
+      >>> class Largest(Callback):
+      ...     largest = 0.0
+      ...     def on_step(self, info):
+      ...         self.largest = max(self.largest, info.metrics["loss"])
+      >>> Largest().every
+      1
     """
 
     every: int = 1
@@ -176,6 +184,9 @@ class TerminateOnNaN(Callback):
 
     A step whose update `spmd.optimizers.skip_spikes` or `scale_loss` skipped may have any metrics: they count those in a row themselves.
 
+    Args:
+      metrics: their names.
+
     Example:
       >>> watch_nothing = TerminateOnNaN(metrics=())
     """
@@ -217,6 +228,13 @@ class EarlyStopping(Callback):
     """Stop when a metric has not improved by `min_delta` for `patience` checks in a row.
 
     A metric named eval_... is checked after each evaluation, any other every `every` steps.
+
+    Args:
+      metric: its name, such as "eval_loss" or "loss".
+      patience: checks in a row without an improvement, after which the run stops.
+      min_delta: by how much the best value must be exceeded to count as an improvement.
+      mode: whether "min" or "max" is better.
+      every: steps between two checks of a metric of training.
 
     Example:
       >>> stop = EarlyStopping("eval_loss", patience=3)
@@ -273,6 +291,10 @@ class EarlyStopping(Callback):
 
 class StopAt(Callback):
     """Stop after a number of updates or seconds, whichever comes first.
+
+    Args:
+      step: updates since the start of training; None: any number.
+      seconds: since the call of `fit`; None: any number.
 
     Example:
       >>> stop = StopAt(step=1000, seconds=3600)

@@ -17,6 +17,17 @@ class Logger(Protocol):
     """Anything with these two methods is a logger. Only process 0 calls it.
 
     A logger that also has a method `begin(facts)` gets a `RunFacts` before the first record, and may return a line to show.
+
+    Example:
+      >>> class Printer:
+      ...     def write(self, record):
+      ...         print(record)
+      ...
+      ...     def close(self):
+      ...         pass
+      >>> logger: Logger = Printer()
+      >>> logger.write({"step": 1, "loss": 0.5})
+      {'step': 1, 'loss': 0.5}
     """
 
     def write(self, record: dict[str, Any]) -> None:
@@ -33,15 +44,18 @@ class JsonLines:
 
     A number that is not finite is written as null, since JSON cannot represent it.
 
+    Args:
+      path: of the file; its folder must exist.
+
+    Raises:
+      OptionError: the file cannot be written.
+
     Example:
       >>> import tempfile, pathlib
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
       >>> log = JsonLines(path); log.write({"step": 1, "loss": 0.5}); log.close()
       >>> path.read_text()
       '{"step": 1, "loss": 0.5}\\n'
-
-    Raises:
-      OptionError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path):
@@ -63,9 +77,15 @@ class JsonLines:
 class TensorBoard:
     """Scalars for TensorBoard, written by tensorboardX (the extra `tensorboard`).
 
+    Args:
+      folder: of the event files; it is created.
+
     Raises:
       MissingExtraError: tensorboardX is not installed.
       OptionError: the folder cannot be created.
+
+    Example:
+      spmd.fit(model, data, ..., loggers=[spmd.loggers.TensorBoard("runs/tensorboard")])
     """
 
     def __init__(self, folder: str | Path):

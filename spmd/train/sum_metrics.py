@@ -28,6 +28,16 @@ class FromSums(PerExample):
     `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows, ..., k]. `finish` gets their sums over
     all rows and positions that count, float64[k], on the host, and gives the metric. Where it gives NaN, a warning says `undefined`.
 
+    Args:
+      function: `function(outputs, targets)`, see above.
+      name: for messages.
+      inputs: the key of the model's inputs in a dict batch; None: it is found.
+      targets: the key of the targets; None: it is found.
+      mask: the key of a mask like the targets: 0 or False where a position does not count.
+      ignore: the target of positions that do not count, such as -100.
+      finish: from the sums, float64[k], to the metric.
+      undefined: why the metric may be NaN, for the warning.
+
     Raises:
       OptionError: there is no `finish`, or it is no function.
 

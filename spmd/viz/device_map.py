@@ -20,6 +20,9 @@ def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> 
     Args:
       mesh: what `spmd.make_mesh` takes, or what it returns.
 
+    Returns:
+      HTML, which a notebook shows.
+
     Raises:
       MeshError: what `spmd.make_mesh` raises.
 
@@ -37,6 +40,9 @@ def pieces(array: jax.Array, name: str = "") -> Html:
     Args:
       array: on a mesh, such as one of `result.state.params`; the last dim is drawn horizontally, all others vertically.
       name: shown before its shape.
+
+    Returns:
+      HTML, which a notebook shows.
 
     Raises:
       OptionError: the array is not on a mesh.

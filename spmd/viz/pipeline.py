@@ -24,6 +24,7 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None =
 
     Args:
       given: from `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of ticks.
+      path: of the file; None: a picture.
 
     Returns:
       The path of the file, whose folder is created if needed; a `Picture` without a path.

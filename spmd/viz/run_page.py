@@ -22,6 +22,9 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     """Write a run as one self-contained HTML page: metrics, curve, profile, mesh, layout, and a list of its checkpoints.
 
     Args:
+      result: of `fit`.
+      path: of the page, which ends in .html.
+      title: of the page.
       checkpoint: the checkpoint folder that was passed to `fit`.
 
     Returns:
