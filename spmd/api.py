@@ -38,7 +38,7 @@ from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, st
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
-from spmd.run.goodput import COMPILING, Goodput
+from spmd.run.goodput import COMPILING, TRAINING, Goodput
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
 from spmd.run.loop import Loop
@@ -74,6 +74,8 @@ class Result:
       compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
         trial of a sweep.
       profile: of the steps of `fit(profile=...)`; None without it, and if the profiler failed.
+      samples_per_second: examples in a second of training, of all devices; compiling, waiting for data, evaluating, saving and profiling
+        do not count. None for a trial of a sweep.
 
     Example:
       >>> import optax, spmd
@@ -92,6 +94,7 @@ class Result:
     goodput: Goodput | None = None
     compilations: Compilations | None = None
     profile: StepProfile | None = None
+    samples_per_second: float | None = None
 
     @functools.cached_property
     def model(self) -> Any:
@@ -301,15 +304,17 @@ def fit(
         )
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()
+    trained_before = account.goodput[TRAINING]
     loop.train()
-    run = loop.run
+    run, seconds = loop.run, account.goodput[TRAINING] - trained_before
     _warn_of_unsynced_steps(program.clock.declared if program.clock is not None else None, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
     of_steps = None if profiler is None else profiler.profile
-    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps)
+    rate = run.samples / seconds if seconds > 0 else None
+    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)
 
 
 def work_of(program: Program) -> Work:

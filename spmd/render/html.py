@@ -20,6 +20,7 @@ STYLE = """
 .spmd-cell table { border-collapse: collapse; margin: .4rem 0; font-size: .9em }
 .spmd-cell table tr :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left !important; white-space: nowrap }
 .spmd-cell table tr :is(td, th) { border: 0; border-bottom: 1px solid var(--soft) }
+.spmd-cell table tr :is(td, th).number { text-align: right !important }
 .spmd-cell :is(td, pre) { font-family: ui-monospace, monospace }
 .spmd-cell table tr:nth-child(n) { background: none }
 .spmd-cell table.mesh tr :is(td, th) { text-align: center !important; padding: .3rem .9rem }
@@ -71,6 +72,7 @@ class Text(str):
         return self._html
 
 
+NUMBER = re.compile(r"|-|[x+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?(%|[KMGT]?i?B|[num]?s|min|h))?")  # a number, with or without unit
 UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
 MIN_WIDTH = 6  # characters; columns do not shrink below it
 # Where a cell may be wrapped, best first: after spaces (but not in a list), slashes and underscores; after commas too; anywhere.
@@ -169,17 +171,20 @@ def document(title: str, body: str, *, style: str = "") -> str:
 
 
 def table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """A table as HTML, one row per line; every cell is escaped.
+    """A table as HTML, one row per line; every cell is escaped, and columns of numbers are aligned to the right.
 
-    >>> table(["path"], [["a<b"]])
-    '<table><tr><th>path</th></tr>\\n<tr><td>a&lt;b</td></tr></table>'
+    >>> table(["path", "bytes"], [["a<b", "1.5 KiB"]])
+    '<table><tr><th>path</th><th class="number">bytes</th></tr>\\n<tr><td>a&lt;b</td><td class="number">1.5 KiB</td></tr></table>'
     """
+    rows = [[str(cell) for cell in row] for row in body]
+    numeric = [bool(rows) and all(NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))]
 
     def line(tag: str, cells: Iterable[Any]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+        opening = (f'<{tag} class="number">' if right else f"<{tag}>" for right in numeric)
+        return "<tr>" + "".join(f"{start}{html.escape(str(cell))}</{tag}>" for start, cell in zip(opening, cells, strict=True)) + "</tr>"
 
     css_class = f' class="{kind}"' if kind else ""
-    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in body)]) + "</table>"
+    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in rows)]) + "</table>"
 
 
 def folded(title: str, body: str) -> str:
