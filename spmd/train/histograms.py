@@ -50,11 +50,6 @@ class Histogram:
         """Of the bins, one more than there are bins."""
         return [self.low + self.width * number for number in range(len(self.counts) + 1)]
 
-    @property
-    def not_finite(self) -> dict[str, int]:
-        """How many elements are NaN or infinite, by "nan" and "inf"; those that are 0 are left out."""
-        return {name: count for name, count in (("nan", self.nan), ("inf", self.inf)) if count}
-
 
 def count_tree(tree: Tree, stacks: Mapping[str, int]) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Counts by path, under a trace: uint32[layers, 66], and int32[layers, 2]: the width of bins is two to the second
@@ -114,6 +109,16 @@ def read_counts(kind: str, counts: Mapping[str, tuple[Any, Any]], stacks: Mappin
             histogram = Histogram((first + used[0]) * width, width, within, row[NAN], row[INFINITE])
             found[f"{kind}/{path}/{layer}" if path in stacks else f"{kind}/{path}"] = histogram
     return found
+
+
+def counts_not_finite(histograms: Mapping[str, Histogram]) -> dict[str, int]:
+    """How many elements are NaN or infinite, by "NAME/nan" and "NAME/inf"; counts of 0 are left out.
+
+    >>> counts_not_finite({"gradients/w": Histogram(0.0, 1.0, [3], nan=2)})
+    {'gradients/w/nan': 2}
+    """
+    counts = {f"{name}/{kind}": getattr(histogram, kind) for name, histogram in histograms.items() for kind in ("nan", "inf")}
+    return {name: count for name, count in counts.items() if count}
 
 
 def check_countable(params: Tree, stacks: Mapping[str, int]) -> None:

@@ -24,7 +24,7 @@ from spmd import api
 from spmd.errors import CallbackError, MissingExtraError, OptionError
 from spmd.run import trackers
 from spmd.run.run_facts import ID_FILE, RunFacts, git_state
-from spmd.run.trackers import Tracker, Wandb
+from spmd.run.trackers import Tracker
 
 
 class Fake(Tracker):
@@ -67,9 +67,9 @@ class Fake(Tracker):
     def add_checkpoints(self, folder):
         self.run["files"]["checkpoints"] = folder
 
-    def finish(self, *, failed):
+    def finish(self, *, status):
         self._call("finish")
-        self.run["ends"].append(failed)
+        self.run["ends"].append(status)
 
 
 def train(folder, server, steps, **options):
@@ -122,7 +122,7 @@ def test_resumed_run_is_one_run(tmp_path):
     train(tmp_path, server, 4)
     train(tmp_path, server, 7)
     assert steps_of(server) == [1, 2, 3, 4, 5, 6, 7] and steps_of(server, "eval_loss") == [3, 4, 6, 7]
-    assert [run["ends"] for run in server.values()] == [[False, False]]
+    assert [run["ends"] for run in server.values()] == [["finished", "finished"]]
 
 
 def test_steps_after_the_checkpoint_are_not_written_twice(tmp_path):
@@ -256,7 +256,7 @@ def test_tracker_that_cannot_keep_up_is_switched_off(monkeypatch, caplog):
 def test_file_is_missing_but_the_run_is_closed(tmp_path, caplog):
     server = {}
     train(tmp_path, None, 2, loggers=[Fake(server, broken="add_file", error=OSError("full"))])
-    assert next(iter(server.values()))["ends"] == [False] and len(warned(caplog)) == 1
+    assert next(iter(server.values()))["ends"] == ["finished"] and len(warned(caplog)) == 1
 
 
 def test_status_says_whether_the_run_failed():
@@ -270,7 +270,7 @@ def test_status_says_whether_the_run_failed():
         raise KeyError("of the user's")
     except KeyError:
         fit(steps=2, loggers=[Fake(server)])
-    assert [run["ends"] for run in server.values()] == [[True], [False]]
+    assert [run["ends"] for run in server.values()] == [["failed"], ["finished"]]
 
 
 def test_numbers_are_written_with_names_that_trackers_accept():
@@ -280,7 +280,7 @@ def test_numbers_are_written_with_names_that_trackers_accept():
     log.close()
     log.close()
     assert log.run["points"] == [(1, "loss_end", 1.0), (1, "fine", float("inf")), (1, "blocks/0 b-c.d", 0.5)]
-    assert log.calls.count("log") == 1 and log.run["ends"] == [False]
+    assert log.calls.count("log") == 1 and log.run["ends"] == ["finished"]
 
 
 def test_damaged_id_makes_another_run(tmp_path, caplog):
@@ -367,7 +367,7 @@ def test_wandb_is_offline_without_a_key(environment, lines, mode, monkeypatch, t
     monkeypatch.setitem(sys.modules, "wandb", logging)  # any module: construction calls nothing of it
     facts = RunFacts(folder=tmp_path / "run", id="0123456789")
     places = {"offline": f"offline in {tmp_path}/run/wandb; wandb sync uploads it", "online": "online"}
-    assert Wandb("digits").where(facts) == f"wandb: run run-01234567 of project digits, {places[mode]}"
+    assert spmd.loggers.Wandb("digits").where(facts) == f"wandb: run run-01234567 of project digits, {places[mode]}"
 
 
 # The trackers themselves, in processes of their own.

@@ -62,7 +62,7 @@ def read_trackio():
 
 def read_wandb():
     """All attempts' files: wandb reads a run back only from a server."""
-    from spmd.run.trackers import offline_messages, offline_rows
+    from spmd.run.wandb_file import offline_messages, offline_rows
 
     record_class = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     steps, config, runs = collections.defaultdict(list), {}, set()
