@@ -16,7 +16,6 @@ from spmd.run.work import peak_memory
 from spmd.train.metrics import IN_FLIGHT, fetch, means
 from spmd.train.skipped_updates import LEFT
 
-
 NOTHING: Counts = types.MappingProxyType({})  # was counted
 
 

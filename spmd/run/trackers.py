@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import zlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -22,7 +22,7 @@ class Watch:
     Args:
       every: steps between two that have histograms.
       parameters: whether parameters have any.
-      gradients: whether gradients have any. A step that counts gradients is a program of its own, which is compiled when it is first due; all
+      gradients: whether gradients have any. A step that counts gradients is another program, which is compiled when it is first due; all
         other steps are as without `Watch`.
 
     Raises:

@@ -15,7 +15,7 @@ from spmd.tree import Tree, describe, flatten
 BINS = 64
 NAN, INFINITE = BINS, BINS + 1  # places of what is in no bin
 MOST = 2**32  # elements, from which a count would overflow
-SMALLEST, FINEST = -100, 20  # exponents: of the least width of a bin; how many bins there may be from 0 to the largest magnitude, as 2**20
+SMALLEST, FINEST = -100, 20  # exponents of two: the least width of a bin; the most bins between 0 and the largest magnitude
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def read_counts(kind: str, counts: Mapping[str, tuple[Any, Any]], stacks: Mapping[str, int]) -> dict[str, Histogram]:
-    """Histograms by name, from `count_tree`'s arrays on the host: "gradients/up/kernel"; "gradients/blocks/up/kernel/3", of a stack's layer 3."""
+    """Histograms by name, from `count_tree`'s arrays on the host: "gradients/up/kernel", or of a stack's layer "gradients/blocks/kernel/3"."""
     found = {}
     for path, (rows, bins) in counts.items():
         for layer, (row, (first, exponent)) in enumerate(zip(np.asarray(rows).tolist(), np.asarray(bins).tolist(), strict=True)):

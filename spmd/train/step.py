@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.batch_statistics import sync_stats
 from spmd.train.optimizer_metrics import pack_measured
-from spmd.train.skipped_updates import LOSS_SCALE, loss_scale
+from spmd.train.skipped_updates import loss_scale
 from spmd.train.state import State
 from spmd.train.worker_gradients import WorkerGradients, mean, present_workers
 from spmd.tree import Tree, map_paths
@@ -120,15 +120,8 @@ def step_and_gradients(step: Step, state: State, batch: Tree, weights: jax.Array
         kept = functools.partial(jnp.where, skipped)
         comm_state, stats = jax.tree.map(kept, (state.exchange, state.stats), (comm_state, stats))
     metrics = jnp.concatenate([all_metrics(reduced, events), pack_measured(opt)], axis=1)
-    return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen), metrics, mean_gradients(reduced, events)
-
-
-def mean_gradients(reduced: Reduced, events: Tree) -> Tree:
-    """On global arrays: those of `Synchronous`, without the scale of the loss."""
-    if LOSS_SCALE not in events:
-        return reduced.values
-    factor = events[LOSS_SCALE] * reduced.metrics[1, 0]
-    return jax.tree.map(lambda x: x.astype(jnp.float32) / factor, reduced.values)
+    state = State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen)
+    return state, metrics, reduced.values
 
 
 def scale_of_sum(step: Step, state: State, weights: jax.Array) -> dict[str, jax.Array]:
