@@ -42,8 +42,10 @@ def _as_file(picture: Any) -> tuple[bytes, str]:
     """The contents of a file, and its suffix."""
     if isinstance(picture, str | os.PathLike):
         path = Path(os.fspath(picture))
-        with wrap_os_errors(path, OptionError, "picture"):
+        try:
             content = path.read_bytes()
+        except OSError as error:
+            raise OptionError(f"log_picture: {path} cannot be read: {error.strerror}.", fix="the path of a file.") from error
         suffix = ".png" if content.startswith(MAGIC) else ".svg" if b"<svg" in content[:4096] else None
         if suffix is None:
             raise OptionError(f"log_picture: {path} is neither a PNG nor an SVG file.", fix="a file of one of these, or an array.")

@@ -68,6 +68,9 @@ class StepMetrics:
         packed = packed if packed.ndim == 3 else packed[None]
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
         run.history.add_steps(first, packed)
+        if counts and self._config.loggers:  # before callbacks: one may end the run because of what they show
+            histograms = histogram_record(jax.tree.map(self._fetch, counts), program.placed.given.stacks())
+            write_record(self._config.loggers, {"step": first, "epoch": epoch, **histograms})
         self._samples += sum(rows)
         if first == 1 and not self._skipped(packed[0]):
             check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0))
@@ -85,9 +88,6 @@ class StepMetrics:
             self._newest_step = (step, epoch)
             if step % self._config.schedule.log_every == 0:
                 self.log()
-        if counts and self._config.loggers:
-            histograms = histogram_record(jax.tree.map(self._fetch, counts), program.placed.given.stacks())
-            write_record(self._config.loggers, {"step": first, "epoch": epoch, **histograms})
         self._newest = packed[-1]
         if self._config.progress.due():
             self.show()

@@ -22,9 +22,9 @@ SMALLEST, FINEST = -100, 20  # exponents of two: the least width of a bin; the m
 class Histogram:
     """How many elements of an array lie in each of at most 64 bins of equal width.
 
-    The width is a power of two, and edges are multiples of it. So edges are exact, and bins of other steps and layers are the same, or halves
-    or unions of them. A bin has its lower edge, and not its upper one; before and after those in `counts` there is nothing. A magnitude
-    below 1.2e-38 counts as 0, as in most of what XLA computes.
+    The width is a power of two, and edges are multiples of it. So edges are exact, and bins of other steps and layers are the same, or
+    halves or unions of them. A bin has its lower edge, and not its upper one; before and after those in `counts` there is nothing. A
+    magnitude below 1.2e-38 counts as 0, as in most of what XLA computes.
 
     Attributes:
       low: the lower edge of the first bin.
@@ -99,7 +99,7 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def read_counts(kind: str, counts: Mapping[str, tuple[Any, Any]], stacks: Mapping[str, int]) -> dict[str, Histogram]:
-    """Histograms by name, from `count_tree`'s arrays on the host: "gradients/up/kernel", or of a stack's layer "gradients/blocks/kernel/3"."""
+    """Histograms by name, from `count_tree`'s arrays on the host: "gradients/up/kernel"; of a stack's layer "gradients/blocks/kernel/3"."""
     found = {}
     for path, (rows, bins) in counts.items():
         for layer, (row, (first, exponent)) in enumerate(zip(np.asarray(rows).tolist(), np.asarray(bins).tolist(), strict=True)):
