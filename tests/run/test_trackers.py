@@ -105,6 +105,8 @@ def test_tracker_knows_the_run(tmp_path, monkeypatch):
     for command in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run(["git", *command], check=True, timeout=30)
     server = {}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.html").write_text("a report")  # of `spmd plan ... --save run/plan.html`
     fit(steps=2, loggers=[Fake(server, checkpoints=True)], checkpoint=tmp_path / "run")
     (run,) = server.values()
     config = run["config"]
@@ -113,7 +115,7 @@ def test_tracker_knows_the_run(tmp_path, monkeypatch):
     assert {name: config[name] for name in expected} == expected
     assert {"jax_version", "jaxlib_version", "flax_version", "optax_version", "device_kind", "processes"} <= config.keys()
     assert len(config["git_commit"]) == 40 and config["git_dirty"] is False
-    assert {"layout.toml", "metrics.jsonl"} <= run["files"].keys()
+    assert {"layout.toml", "metrics.jsonl", "plan.html"} <= run["files"].keys()
     assert run["files"]["checkpoints"] == (tmp_path / "run" / "checkpoints").resolve()
     assert len(run["files"]["metrics.jsonl"].splitlines()) == 1  # complete when it is added
 
