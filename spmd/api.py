@@ -48,6 +48,7 @@ from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
+from spmd.run.watch import Watch, as_watch, check_watch
 from spmd.run.work import Work, tokens_per_row
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
@@ -166,6 +167,7 @@ def fit(
     check_memory: bool = True,
     compile_cache: str | Path | bool | None = None,
     profile: str | Profile | None = None,
+    watch: int | Watch | None = None,
 ) -> Result:
     """Train a Flax model over a mesh of devices, sharded by a layout file, as one compiled step.
 
@@ -212,6 +214,7 @@ def fit(
         configured, that one is used.
       profile: such as "10:15": trace the steps after the 10th up to the 15th by `jax.profiler`, and summarise them by kind and by layer
         beside what is predicted (`result.profile`); or a `Profile` with more options.
+      watch: such as 100: every 100 steps, loggers get histograms of each parameter and of its gradient; or a `Watch` with more options.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
@@ -242,7 +245,7 @@ def fit(
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         folder = agree_on_folder(folder)
         shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
-    before, hooks, outputs = compilations(), as_callbacks(callbacks), check_loggers(loggers)
+    before, hooks, outputs, watched = compilations(), as_callbacks(callbacks), check_loggers(loggers), as_watch(watch)
     options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
     source_data = data.arrays if isinstance(data, Resident) else data
     reader, display = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed), make_progress(progress)
@@ -266,9 +269,11 @@ def fit(
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
+    traced_steps = range(0) if traced is None else range(traced.begin + 1, traced.end + 1)
+    check_watch(watched, program, traced_steps, recorded=bool(outputs) or config is not None)
     meta = about_run(trainer, reader, program)
     facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
-    facts |= {"profile": None if traced is None else traced.steps}
+    facts |= {"profile": None if traced is None else traced.steps, "watch": watched}
     _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
@@ -301,7 +306,10 @@ def fit(
             data_retries=data_retries,
             profiler=profiler,
             work=work_of(program),
+            watch=watched,
         )
+        if watched is not None:
+            display.say(f"{watched}.")
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()
     trained_before = account.goodput[TRAINING]
