@@ -252,7 +252,8 @@ def fit(
         saved = Path(config.path) / "layout.toml" if config is not None and resumes else None
         step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
         layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
-        (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
+        if jax.process_index() == 0:
+            (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
     )
