@@ -23,11 +23,13 @@ from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
-from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
+from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean, first_line
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.planner.auto_layout import AUTO, auto_layout, check_auto
+from spmd.planner.flop_shares import executed_flops
+from spmd.planner.hlo import parse
 from spmd.planner.memory_check import check_step_memory
 from spmd.planner.model_flops import main_dtype, model_flops, trace_model
 from spmd.planner.step_profile import StepProfile, check_target, profile_of
@@ -49,7 +51,7 @@ from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
 from spmd.run.watch import Watch, as_watch, check_watch
-from spmd.run.work import Work, tokens_per_row
+from spmd.run.work import PeakSeconds, Work, tokens_per_row
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
@@ -258,7 +260,8 @@ def fit(
         saved = Path(config.path) / "layout.toml" if config is not None and resumes else None
         step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
         layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
-        (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
+        if jax.process_index() == 0:
+            (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
     )
@@ -330,11 +333,16 @@ def work_of(program: Program) -> Work:
     mesh = program.placed.mesh
     target = of_device(mesh.devices.flat[0].device_kind)
 
-    def seconds(target: Target) -> float:
-        jaxpr = trace_model(program)
-        return model_flops(jaxpr) / program.rows / (mesh.size * target.rate(main_dtype(jaxpr)))
+    def measure(target: Target) -> PeakSeconds:
+        jaxpr, executed = trace_model(program), 0.0
+        try:
+            executed = mesh.size * executed_flops(parse(program.compiled_text()), MeshSpec.parse(mesh))
+        except Exception as error:  # whatever a program has that is not expected; training does not depend on it
+            logging.getLogger("spmd").warning("HFU is not known: the compiled step cannot be read: %s", first_line(error))
+        model, a_row = model_flops(jaxpr), program.rows * mesh.size * target.rate(main_dtype(jaxpr))
+        return PeakSeconds(min(model, executed or model) / a_row, executed / a_row)
 
-    return Work(tokens_per_row(program), functools.partial(seconds, target) if target else None)
+    return Work(tokens_per_row(program), functools.partial(measure, target) if target else None)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:
