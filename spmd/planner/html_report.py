@@ -106,7 +106,7 @@ def timeline_drawing(plan: PlanData) -> str:
         top = 18 + row * 40
         parts.append(caption(0, top + 17, name))
         parts.append(f'<rect x="{left}" y="{top}" width="{width}" height="26" fill="var(--soft)"/>')
-        for span in _merged([span for span in plan.timeline.spans if span.communicates is communicates], total / width):
+        for span in merged([span for span in plan.timeline.spans if span.communicates is communicates], total / width):
             duration = span.end - span.begin
             title = f"{span.name}: {seconds(duration)} {span.where}"
             parts.append(box(left + span.begin / total * width, top, max(duration / total * width, 0.4), 26, colour, title))
@@ -116,7 +116,7 @@ def timeline_drawing(plan: PlanData) -> str:
     return svg(110, parts, f"a step of {seconds(total)}")
 
 
-def _merged(spans: Sequence[Span], pixel: float) -> list[Span]:
+def merged(spans: Sequence[Span], pixel: float) -> list[Span]:
     """Spans with less than a pixel between them, merged, so that a long program does not make a large page."""
     merged: list[Span] = []
     for span in spans:

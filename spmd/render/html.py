@@ -28,12 +28,17 @@ STYLE = """
 .spmd-cell pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
 .spmd-cell .wide { overflow-x: auto }
 .spmd-cell svg { display: block; width: 100%; max-width: 960px }
+.spmd-cell svg.small { width: auto; max-width: 100% }
 .spmd-cell svg text { font: 12px system-ui, sans-serif; fill: currentColor }
 .spmd-cell svg text.on { fill: #fff; paint-order: stroke; stroke: #000a; stroke-width: 2.5px }
 .spmd-cell .verdict { font-weight: 600; color: var(--good) }
 .spmd-cell .verdict.bad { color: var(--bad) }
 .spmd-cell .verdict.tight { color: var(--tight) }
-@media (max-width: 45em) { .spmd-cell { overflow-x: auto } .spmd-cell svg { min-width: 40rem } .spmd-cell pre { font-size: .74em } }
+@media (max-width: 45em) {
+  .spmd-cell { overflow-x: auto }
+  .spmd-cell svg:not(.small) { min-width: 40rem }
+  .spmd-cell pre { font-size: .74em; white-space: pre; overflow-x: auto }
+}
 """
 
 

@@ -4,12 +4,19 @@ import html
 from collections.abc import Iterable
 
 WIDTH = 960  # of drawings, in SVG units; they scale with the page
+SERIES = "acedgijkfb"  # colours of the style, neighbours differ most
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
     """A filled rectangle with a tooltip; `colour` is a letter of the style."""
     shape = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
     return f'<rect {shape} fill="var(--{colour})"><title>{html.escape(title)}</title></rect>'
+
+
+def frame(x: float, y: float, width: float, height: float, title: str) -> str:
+    """The outline of a rectangle, with a tooltip."""
+    shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {shape} fill="var(--soft)" stroke="var(--line)"><title>{html.escape(title)}</title></rect>'
 
 
 def on_box(x: float, y: float, words: str) -> str:
@@ -27,7 +34,7 @@ def legend(x: float, y: float, colour: str, words: str) -> str:
     return box(x, y - 10, 11, 11, colour, words) + caption(x + 17, y, words)
 
 
-def svg(height: float, parts: Iterable[str], label: str) -> str:
-    """A drawing of the common width."""
-    view = f'viewBox="0 0 {WIDTH} {height:.0f}"'
+def svg(height: float, parts: Iterable[str], label: str, *, width: int | None = None) -> str:
+    """A drawing of the common width, which scales with the page; or of its `width` in pixels, which is at most the page's."""
+    view = f'viewBox="0 0 {width or WIDTH} {height:.0f}"' + (f' width="{width}" class="small"' if width else "")
     return f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
