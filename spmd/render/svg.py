@@ -29,6 +29,11 @@ def caption(x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
 
 
+def heading(x: float, y: float, words: str) -> str:
+    """A line of bold text."""
+    return caption(x, y, words).replace("<text ", '<text style="font-weight:600" ', 1)
+
+
 def legend(x: float, y: float, colour: str, words: str) -> str:
     """A square of a colour of the style, and what it stands for."""
     return box(x, y - 10, 11, 11, colour, words) + caption(x + 17, y, words)
