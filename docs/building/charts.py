@@ -139,7 +139,7 @@ def published() -> str:
 def bandwidth(link: str, rate: str) -> str:
     """Steps per second with each codec on a link, beside exact."""
     rows = [row for row in table("bandwidth", f"### {link}") if row["rate"] == rate and row["arm"] in ("bfloat16", "int8 + feedback")]
-    kind = "" if rate == "unthrottled" else ", both ways together" if link == "shared" else " each way"
+    kind = "" if rate == "unthrottled" else ", shared" if link == "shared" else " each way"
     title = f"steps/s beside exact: {rate}{kind}"
     return ratios(title, [(row["arm"], number(row["against exact"])) for row in rows], more_is_better=True)
 
@@ -258,7 +258,7 @@ def verdict(name: str) -> str:
     parts.append(caption(capacity * scale, 39, f"{plan['target']}: {capacity:.1f} GiB", "end"))
     said = f"{'fits' if plan['fits'] else 'DOES NOT FIT'}: {figures}"
 
-    large = f'style="fill:var(--{colour});font-size:16px;font-weight:700"'
+    large = f'style="fill:var(--{colour});font-size:14px;font-weight:700"'
     parts.append(f'<text x="0" y="113" {large}>{said}</text>')
 
     billions = f"{plan['parameters'] / 1e9:.1f} B parameters, {plan['devices']} GPUs"

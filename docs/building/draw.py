@@ -5,6 +5,7 @@
 Building the site draws all pictures anew, and fails if a file is not what is drawn.
 """
 
+import functools
 import os
 import re
 import sys
@@ -56,12 +57,16 @@ VARIABLES = re.search(r"--ink:.*?--k: #\w+;", STYLE, re.DOTALL)[0].replace("\n",
 TEXT = "text{font:12px system-ui,sans-serif;fill:currentColor}text.on{fill:#fff;paint-order:stroke;stroke:#000a;stroke-width:2.5px}"
 
 
+def is_known(name: str) -> bool:
+    """Whether there is such a picture."""
+    return name in COMMITTED or name in PANELS or name in ON_SITE
+
+
+@functools.cache
 def drawn(name: str) -> str:
     """The `<svg>` of a picture, for a page that has the style of `spmd.render.html`."""
     of_theme = re.sub("_(light|dark)$", "", name)
-    draw = COMMITTED.get(name) or PANELS.get(of_theme) or ON_SITE.get(name)
-    if draw is None:
-        raise KeyError(f"no drawing is called {name}")
+    draw = COMMITTED.get(name) or PANELS.get(of_theme) or ON_SITE[name]
     return re.search(r"<svg.*</svg>", draw(), re.DOTALL)[0]
 
 
