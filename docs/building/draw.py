@@ -57,21 +57,18 @@ VARIABLES = re.search(r"--ink:.*?--k: #\w+;", STYLE, re.DOTALL)[0].replace("\n",
 TEXT = "text{font:12px system-ui,sans-serif;fill:currentColor}text.on{fill:#fff;paint-order:stroke;stroke:#000a;stroke-width:2.5px}"
 
 
-def is_known(name: str) -> bool:
-    """Whether there is such a picture."""
-    return name in COMMITTED or name in PANELS or name in ON_SITE
-
-
 @functools.cache
 def drawn(name: str) -> str:
-    """The `<svg>` of a picture, for a page that has the style of `spmd.render.html`."""
+    """The `<svg>` of a picture, for a page that has the style of `spmd.render.html`; a file that is not drawn here, as it is."""
     of_theme = re.sub("_(light|dark)$", "", name)
-    draw = COMMITTED.get(name) or PANELS.get(of_theme) or ON_SITE[name]
+    draw = COMMITTED.get(name) or PANELS.get(of_theme) or ON_SITE.get(name)
+    if draw is None:
+        return re.sub("<style.*?</style>", "", (FOLDER / f"{name}.svg").read_text(encoding="utf-8"), flags=re.DOTALL)
     return re.search(r"<svg.*</svg>", draw(), re.DOTALL)[0]
 
 
 def file_text(name: str) -> str:
-    """A picture as a file: with its style, and colours that follow the theme of whoever looks at it, or are those of one theme."""
+    """A picture as a file: with its style, and colours that follow the viewer's theme, or are those of one theme."""
     follows = f"svg{{{VARIABLES}color:{LIGHT}}}@media(prefers-color-scheme:dark){{svg{{color:{DARK}}}}}"
     fixed = {"light": LIGHT, "dark": DARK}.get(name.rpartition("_")[2])
     colours = f"svg{{{VARIABLES}color:{fixed}}}" if fixed else follows
@@ -85,7 +82,7 @@ def main() -> None:
     """Write all files, and remove those that are not drawn."""
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.glob("*.svg"):
-        if path.stem not in NAMES and path.stem != "timeline":
+        if path.stem not in (*NAMES, "timeline"):  # which the code in docs/parameter_server.md draws
             path.unlink()
     for name in NAMES:
         (FOLDER / f"{name}.svg").write_text(file_text(name), encoding="utf-8")

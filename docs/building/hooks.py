@@ -140,8 +140,7 @@ def on_post_page(output, page, config):
     """Put pictures into the page, so that they have its colours; search does not read them."""
 
     def picture(match):
-        name = match[1].removesuffix("_light")
-        return f'<span class="spmd-cell picture">{draw.drawn(name)}</span>' if draw.is_known(name) else match[0]
+        return f'<span class="spmd-cell picture">{draw.drawn(match[1])}</span>'
 
     return _PICTURE.sub(picture, output)
 
