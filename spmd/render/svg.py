@@ -43,3 +43,14 @@ def svg(height: float, parts: Iterable[str], label: str, *, width: int | None = 
     """A drawing of the common width, which scales with the page; or of its `width` in pixels, which is at most the page's."""
     view = f'viewBox="0 0 {width or WIDTH} {height:.0f}"' + (f' width="{width}" class="small"' if width else "")
     return f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+
+
+def strip(height: float, parts: Iterable[str], label: str) -> str:
+    """A drawing without text, which is as wide as the page, whatever that is."""
+    return svg(height, parts, label).replace("<svg ", f'<svg class="strip" style="height:{height:.0f}px" preserveAspectRatio="none" ', 1)
+
+
+def key(colour: str, words: str) -> str:
+    """A square of a colour of the style, and what it stands for, in HTML: a row of these is wrapped; "" is an outline."""
+    style = f"background:var(--{colour})" if colour else "box-shadow:inset 0 0 0 2px var(--ink)"
+    return f'<span class="key"><i style="{style}"></i>{html.escape(words)}</span> '
