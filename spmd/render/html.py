@@ -16,7 +16,7 @@ STYLE = """
 }
 .spmd-cell h1 { font-size: 1.4rem; margin: 0 }
 .spmd-cell h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line) }
-.spmd-cell p { margin: .4rem 0 }
+.spmd-cell p { margin: .4rem 0; overflow-wrap: anywhere }
 .spmd-cell table { border-collapse: collapse; margin: .4rem 0; font-size: .9em }
 .spmd-cell table tr :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left !important; white-space: nowrap }
 .spmd-cell table tr :is(td, th) { border: 0; border-bottom: 1px solid var(--soft) }
@@ -28,13 +28,21 @@ STYLE = """
 .spmd-cell table.mesh tr th + th { border-bottom-color: var(--a) }
 .spmd-cell pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
 .spmd-cell .wide { overflow-x: auto }
-.spmd-cell svg { display: block; width: 100%; max-width: 960px }
+.spmd-cell svg { display: block; width: 100%; max-width: 960px; height: auto }
+.spmd-cell svg.small { width: auto; max-width: 100% }
+.spmd-cell .key { display: inline-block; margin-right: 1.1rem; font-size: .9em }
+.spmd-cell .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
+.spmd-cell svg .outline { fill: none; stroke: var(--ink); stroke-width: 2px; vector-effect: non-scaling-stroke }
 .spmd-cell svg text { font: 12px system-ui, sans-serif; fill: currentColor }
 .spmd-cell svg text.on { fill: #fff; paint-order: stroke; stroke: #000a; stroke-width: 2.5px }
 .spmd-cell .verdict { font-weight: 600; color: var(--good) }
 .spmd-cell .verdict.bad { color: var(--bad) }
 .spmd-cell .verdict.tight { color: var(--tight) }
-@media (max-width: 45em) { .spmd-cell { overflow-x: auto } .spmd-cell svg { min-width: 40rem } .spmd-cell pre { font-size: .74em } }
+@media (max-width: 45em) {
+  .spmd-cell { overflow-x: auto }
+  .spmd-cell svg:not(.small, .strip) { min-width: 40rem }
+  .spmd-cell pre { font-size: .74em; white-space: pre; overflow-x: auto }
+}
 """
 
 
