@@ -74,6 +74,30 @@ def test_tables_fit_the_terminal(monkeypatch):
     assert max(map(len, str(trainer.summary()).splitlines())) > 90
 
 
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_summary_of_equal_blocks_by_width(width, monkeypatch, golden):
+    monkeypatch.setenv("COLUMNS", str(width))
+    block = {"attention": {"query": {"kernel": jax.numpy.zeros((64, 64)), "bias": jax.numpy.zeros(6)}}}
+    params = {"embed": jax.numpy.zeros((50, 64)), "blocks": [block] * 12, "stages": [{"layers": [block] * 3}] * 4, "last": [block] * 2}
+    model = spmd.FunctionalModel(lambda key: params, lambda params, x: x @ params["blocks"][0]["attention"]["query"]["kernel"])
+    layout = spmd.Layout(params=(spmd.Rule("blocks/7/**/kernel", ("data",)),), name="mine")
+    trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh="data=8", layout=layout)
+    assert max(map(len, trainer.summary().splitlines())) <= width
+    golden(f"summary_of_equal_blocks_{width}", str(trainer.summary()))
+
+
+def test_words_are_not_split():
+    lines = aligned([("what", "where"), ("reduce_scatter", "672.0 KiB of blocks/0/attention/query/kernel")], width=34)
+    assert lines == [
+        "what            where",
+        "reduce_scatter  672.0 KiB of",
+        " " * 16 + "blocks/0/",
+        " " * 16 + "attention/query/",
+        " " * 16 + "kernel",
+    ]
+    assert filled("a/very/long/path and words", width=8) == "a/very/\n  long/\n  path\n  and\n  words"
+
+
 def sweep():
     tried = TrialResult(Trial(0, {"rate": ODD}, 0), 0.5, {}, history("loss"), "done", None)
     return Sweep([tried], [], ("eval_loss", "min"), 1)

@@ -4,16 +4,18 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import Problem
+from spmd.errors import Problem, how_to_install
 from spmd.launch.doctor_checks import examine, gib, problems
+from spmd.launch.progress_line import show_progress
 from spmd.render.html import aligned, filled
 
+EXTRAS = ("extra", "here", "brings")
+INSTALL = f"to install one, {how_to_install('EXTRA')}"
 PROBLEMS = 1  # the exit code if there are any
 DESCRIPTION = (
     "Print versions, devices, extras, drivers, ports, the speed of the disk and the compilation cache, and end with what is wrong and how "
@@ -31,9 +33,9 @@ def add_to(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if sys.stderr.isatty():
-        print("looking for devices ...", end="\r", file=sys.stderr, flush=True)
+    show_progress(f"looking for devices, {options.timeout:g} s at most")
     found = json.loads(without_home(json.dumps(examine(Path(options.folder), options.timeout), ensure_ascii=False)))
+    show_progress("")
     wrong = problems(found)
     listed = [{"where": one.where, "why": list(one.why), "fix": one.fix} for one in wrong]
     print(json.dumps(found | {"problems": listed}, indent=1) if options.json else report(found, wrong))
@@ -55,7 +57,7 @@ def report(found: Mapping[str, Any], wrong: Sequence[Problem]) -> str:
         "VERSIONS": aligned([*((name, version or missing) for name, version in found["versions"].items()), ("system", system)]),
         "ENVIRONMENT": [f"{name}={value}" for name, value in found["environment"].items()],
         "DEVICES": _devices(found["devices"], found["drivers"]),
-        "EXTRAS, from the checkout": aligned([(name, *_extra(extra)) for name, extra in found["extras"].items()]),
+        "EXTRAS": [*aligned([EXTRAS, *((name, *_extra(extra)) for name, extra in found["extras"].items())], ruled=True), INSTALL],
         "NETWORK": aligned(
             [
                 ("ports on this machine", found["network"]["loopback"] or "can be opened"),
@@ -82,11 +84,9 @@ def _devices(devices: Mapping[str, Any], drivers: Mapping[str, Any]) -> list[str
     return [*lines, *(known or [f"nvidia-smi: {drivers.get('failure') or 'not here'}"])]
 
 
-def _extra(extra: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Whether it is installed, what it brings or would bring, and how to install it."""
-    if not extra["missing"]:
-        return "installed", ", ".join(extra["packages"]), ""
-    return "not installed", f"would bring {', '.join(extra['missing'])}", extra["install"]
+def _extra(extra: Mapping[str, Any]) -> tuple[str, str]:
+    """Whether it is installed, and what it brings or would bring."""
+    return ("no", ", ".join(extra["missing"])) if extra["missing"] else ("yes", ", ".join(extra["packages"]))
 
 
 def _speed(disk: Mapping[str, Any]) -> str:

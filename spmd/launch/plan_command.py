@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd.deprecated import warn
 from spmd.errors import OptionError
+from spmd.launch.progress_line import show_progress
 from spmd.launch.script_fit import call_at_fit
 from spmd.layout.toml_reader import load_registered
 from spmd.planner.target import Cluster, load as load_target, shipped
@@ -197,9 +198,3 @@ def _arguments(fit: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `fit`, which is not made."""
     del fit
     return arguments
-
-
-def show_progress(line: str) -> None:
-    """Show progress in one line of a terminal; "" clears it."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line[:120]}", end="", file=sys.stderr, flush=True)
