@@ -14,6 +14,7 @@ from spmd import viz
 from spmd.api import Result
 from spmd.errors import MeshError, OptionError
 from spmd.nn.schedule import make_schedule
+from spmd.render.colour import paint
 from spmd.render.html import aligned, filled
 from spmd.run.history import History
 from spmd.sweeps.config import Trial
@@ -96,6 +97,22 @@ def test_words_are_not_split():
         " " * 16 + "kernel",
     ]
     assert filled("a/very/long/path and words", width=8) == "a/very/\n  long/\n  path\n  and\n  words"
+
+
+@pytest.mark.parametrize("environment, terminal, coloured", [
+    ({}, True, True), ({}, False, False), ({"TERM": "dumb"}, True, False), ({"NO_COLOR": "1"}, True, False), ({"NO_COLOR": ""}, True, True),
+    ({"FORCE_COLOR": "1"}, False, True), ({"FORCE_COLOR": "1", "TERM": "dumb"}, False, True),
+    ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+])  # fmt: skip
+def test_colours_are_for_terminals_that_want_them(environment, terminal, coloured, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = types.SimpleNamespace(isatty=lambda: terminal)
+    painted = paint("DOES NOT FIT: much\n  fits: no\nfits: it", {"fits": "green", "DOES NOT FIT": "red"}, stream)
+    marked = "\x1b[1;31mDOES NOT FIT\x1b[0m: much\n  fits: no\n\x1b[1;32mfits\x1b[0m: it"
+    assert painted == (marked if coloured else "DOES NOT FIT: much\n  fits: no\nfits: it")
 
 
 def sweep():

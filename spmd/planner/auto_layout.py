@@ -109,6 +109,8 @@ def auto_layout(
         say(f'layout="auto": {saved} is not used, because {why}.')
     options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
     result = search(model, abstract(sample), target=here, compiles=COMPILES, say=lambda line: say(f'layout="auto": {line}'), **options)
+    if result.interrupted:
+        raise KeyboardInterrupt
     text, best = result.to_toml(), result.plans[0][0]
     return Chosen(best.layout, best.accumulate, text, f'layout="auto": {best}')
 

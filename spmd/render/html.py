@@ -75,7 +75,7 @@ UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
 MIN_WIDTH = 4  # characters; columns do not shrink below it
 HANG = "  "  # before the further lines of a first cell, which would else look like rows
 # Where a cell may be wrapped, best first: after slashes and spaces (but not in a list or before a unit); commas; underscores; anywhere.
-BREAKS = (r"(?:, | (?=[KMGT]?i?B\b)|[^ /])+[ /]*|[ /]+", r"[^ ,/]+[ ,/]*|[ ,/]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
+BREAKS = (r"(?:, | (?=(?:[KMGT]?i?B|[mu]?s)\b)|[^ /])+[ /]*|[ /]+", r"[^ ,/]+[ ,/]*|[ ,/]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
 LAST_COLUMN = re.compile(r".*\S {2,}(?=\S)")  # what stands before it
 LEAST_HANGING = 24  # characters of a last column that is wrapped below itself
 
