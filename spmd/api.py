@@ -6,7 +6,7 @@ import functools
 import html
 import logging
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +262,14 @@ def fit(
         layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
         if jax.process_index() == 0:
             (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
-    trainer = Trainer(
-        model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
-    )
-    predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
-    trainer.placed.compiling = functools.partial(account, COMPILING)
-    program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
+    visible = display if jax.process_index() == 0 else NoProgress()
+    with visible.doing("tracing"):
+        trainer = Trainer(
+            model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
+        )
+        predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
+        trainer.placed.compiling = functools.partial(_compiling, account, visible)
+        program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     measure = trainer.measure_averaged if eval_average else trainer.measure
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
@@ -278,7 +280,8 @@ def fit(
     facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
     facts |= {"profile": None if traced is None else traced.steps, "watch": watched}
     _check_processes_agree(program, hooks, facts)
-    room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
+    with visible.doing("compiling"):
+        room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
         resumes = wants_resume(resume) or (config is not None and was_restarted())
         store = open_store(config, opened, resume=resumes)
@@ -326,6 +329,13 @@ def fit(
     of_steps = None if profiler is None else profiler.profile
     rate = run.samples / seconds if seconds > 0 else None
     return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)
+
+
+@contextlib.contextmanager
+def _compiling(account: TimeAccount, display: Any) -> Iterator[None]:
+    """Around the compilation of a program."""
+    with display.doing("compiling"), account(COMPILING):
+        yield
 
 
 def work_of(program: Program) -> Work:
