@@ -19,6 +19,15 @@ from spmd.render.html import STYLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", "": "text"}  # shown as a page each
+SEARCH_BOOSTS = {
+    "cookbook/": 2,
+    "troubleshooting.md": 2,
+    "from_": 0.8,
+    "reference/": 0.5,
+    "examples/": 0.3,
+    "renamed.md": 0.2,
+}  # by the beginning of a page
+UNSEARCHED = ("benchmarks/", "cookbook/index.md")  # logs, and a list of headings
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
@@ -107,6 +116,8 @@ def on_page_markdown(markdown, page, config, files):
     """Rewrite links into the repository, place pairs of programs side by side, and remove notes from fences."""
     uri = page.file.src_uri
     generated = page.file.generated_by is not None
+    boost = next((boost for begin, boost in SEARCH_BOOSTS.items() if uri.startswith(begin)), 1)
+    page.meta.setdefault("search", {"exclude": uri.startswith(UNSEARCHED), "boost": boost})
     here = f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}" if generated else uri
 
     def link(match):
