@@ -5,10 +5,14 @@
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
+
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file alone
+import notebook_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", "": "text"}  # shown as a page each
@@ -17,6 +21,7 @@ _FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DO
 _PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
 _HIDDEN = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _OUTSIDE = re.compile(r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""", re.IGNORECASE)
+_NOTEBOOK = re.compile(r'(<li><a href="notebooks/(\w+)\.html">)(.*?</a>)')
 _PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
 
 
@@ -33,8 +38,10 @@ def outside(page: str, target: str) -> str | None:
 
 
 def shown_as(path: str) -> str:
-    """The name on the site of a file outside of docs/: pages keep their names, programs become pages, notebooks stay files."""
+    """The name on the site of a file outside of docs/: pages keep their names; programs and notebooks become pages."""
     file = ROOT / path
+    if file.suffix == ".ipynb":
+        return path.removesuffix(".ipynb") + ".md"
     return f"{path}.md" if file.suffix in SOURCES and file.is_file() else f"{path.rstrip('/')}/index.md" if file.is_dir() else path
 
 
@@ -54,6 +61,13 @@ def on_files(files, config):
                 raise PluginError(f"{page}: no file {target}")
             if not name.endswith(".md"):
                 files.append(File.generated(config, name, abs_src_path=str(source)))
+                continue
+            if source.suffix == ".ipynb":
+                content, inclusion = notebook_pages.markdown(source), InclusionLevel.INCLUDED
+                files.append(File.generated(config, name, content=content, inclusion=inclusion))
+                for part in (source, source.with_suffix(".py")):  # to download
+                    files.append(File.generated(config, f"{source.parent.name}/{part.name}", abs_src_path=str(part)))
+                pending.append((f"../{path}", content))
                 continue
             content = _listing(path) if source.is_dir() else source.read_text(encoding="utf-8")
             if source.is_file() and source.suffix in SOURCES:
@@ -89,6 +103,19 @@ def on_page_markdown(markdown, page, config, files):
     markdown = _LINK.sub(link, markdown)
     markdown = _PAIR.sub(_side_by_side, markdown)
     return _FENCE.sub(lambda match: f"```python\n{match[2]}```", markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Put the outputs of notebooks into their pages, and their pictures into the gallery."""
+    uri = page.file.src_uri
+    if uri == "notebooks.md":
+        return _NOTEBOOK.sub(lambda match: f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}', html)
+    source = ROOT / uri.replace(".md", ".ipynb")
+    return notebook_pages.fill(html, source) if uri.startswith("notebooks/") and source.is_file() else html
+
+
+def _picture(name: str) -> str:
+    return notebook_pages.thumbnail(ROOT / "notebooks" / f"{name}.ipynb")
 
 
 def _side_by_side(match) -> str:
