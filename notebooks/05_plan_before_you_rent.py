@@ -102,6 +102,8 @@ first = spmd.plan(make_model, batch, target=target, layout="data_parallel", **tr
 first
 
 # %% [markdown]
+# It would need almost three times the memory of an L4, most of it for activations.
+#
 # ## What would make it fit
 #
 # Fixes are tried in a fixed order, each on top of the earlier ones that helped, and each is planned before it is shown: more
@@ -114,6 +116,9 @@ for fix in fixes:
     print(fix)
 
 # %% [markdown]
+# Fused attention keeps no scores, and `dots` keeps only the results of matrix products: both help, and are not enough. It fits when each
+# block computes its activations again in the backward pass.
+#
 # ## The fastest that fits
 #
 # A search tries layouts, meshes, reductions, microbatches and rematerialization, here with fused attention, as in the
@@ -134,6 +139,9 @@ best = search.best
 spmd.compare(first, best)
 
 # %% [markdown]
+# Sharded over the four devices (`fsdp`), the model needs a tenth of the memory of the first plan and 0.4 of its time. The same
+# recomputation without sharding is 3 % slower, in 9.4 GiB.
+#
 # How a parameter of the best plan is sharded, and which rule chose that:
 
 # %% tags=["thumbnail"]
@@ -152,6 +160,9 @@ curve = spmd.saturation(first)
 curve
 
 # %% [markdown]
+# For 32 rows there is no such mark: each doubling pays, up to one row for each of 32 devices. From 16 devices on, smaller gradients
+# begin to pay too.
+#
 # ## A layout to commit
 #
 # The best layout is a TOML file like those shipped with the library, complete with its mesh.

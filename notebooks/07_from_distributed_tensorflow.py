@@ -87,9 +87,9 @@ for name, layout in ways.items():
     print(f"{name:14}{history['simulated_seconds'][-1]:12.0f}{history['eval_accuracy'][-1]:10.3f}{dropped:9.0f}{age:11.1f}")
 
 # %% [markdown]
-# TEXT
-
-# %% [markdown]
+# Two spares make a step shorter, and a quarter of the gradients are dropped. Without waiting the run is shorter still; its gradients are
+# several updates old, and `staleness_scale` divides their rate by their age.
+#
 # ## A run that resumes
 #
 # `MonitoredTrainingSession` saved checkpoints and resumed from them. So does `fit`. Below, one run is stopped after 30 steps and then

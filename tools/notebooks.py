@@ -1,9 +1,10 @@
 """Execute the notebooks, and keep what they show.
 
-    python tools/notebooks.py [NAME ...]
+    python tools/notebooks.py [--text] [NAME ...]
 
 Each script `notebooks/*.py` (or those whose names begin with a NAME) is executed in a process, one after the other, and its cells and their
-outputs are written to the `.ipynb` beside it. Exit status 1 if a cell fails or takes longer than `CELL_SECONDS`.
+outputs are written to the `.ipynb` beside it. Exit status 1 if a cell fails or takes longer than `CELL_SECONDS`. With `--text` nothing is
+executed: prose is renewed where no code has changed.
 """
 
 import argparse
@@ -99,16 +100,39 @@ def execute(script: Path, target: Path) -> None:
     nbformat.write(tidy(notebook), target)
 
 
+def renew_text(script: Path, target: Path) -> None:
+    """Write the cells of a script with the outputs that a notebook already has.
+
+    Raises:
+      ValueError: the code is not that of the notebook.
+    """
+    import jupytext
+    import nbformat
+
+    before, after = nbformat.read(target, 4), jupytext.read(script)
+    old, new = ([cell for cell in notebook.cells if cell.cell_type == "code"] for notebook in (before, after))
+    if [cell.source.strip() for cell in old] != [cell.source.strip() for cell in new]:
+        raise ValueError(f"{script.name}: the code has changed; execute it")
+    for cell, executed in zip(new, old, strict=True):
+        cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
+    nbformat.write(tidy(after), target)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--text", action="store_true", help="renew the prose only")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # the process that executes one script
     options = parser.parse_args(arguments)
     if options.here:
         execute(options.here, options.here.with_suffix(".ipynb"))
         return 0
     scripts = [path for path in sorted(FOLDER.glob("*.py")) if not options.names or path.name.startswith(tuple(options.names))]
+    if options.text:
+        for script in scripts:
+            renew_text(script, script.with_suffix(".ipynb"))
+        return 0
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     failed = []
     for number, script in enumerate(scripts, 1):
