@@ -125,7 +125,7 @@ for fix in fixes:
 # first fix. Closed-form bounds and earlier plans rule most of them out; the promising ones are compiled, with a line for each. Every
 # rejected candidate has a reason.
 
-# %%
+# %% tags=["thumbnail"]
 names = ["data_parallel", "zero1", "fsdp", "pipeline"]
 candidates = [dataclasses.replace(spmd.Layout.load(name), attention=spmd.Attention("auto")) for name in names]
 search = spmd.search(make_model, batch, target=target, candidates=candidates, compiles=16, say=print, **training)
@@ -144,7 +144,7 @@ spmd.compare(first, best)
 #
 # How a parameter of the best plan is sharded, and which rule chose that:
 
-# %% tags=["thumbnail"]
+# %%
 print(best.explain("blocks/layers/up/kernel"))
 best.drawing("blocks/layers/up/kernel")
 

@@ -43,7 +43,7 @@ work = Path(tempfile.mkdtemp())
 # %%
 for path in sorted(folder.iterdir()):
     print(f"{path.stat().st_size:>8,} bytes  {path.name}")
-model = spmd.pretrained.load(folder, mesh="data=8", layout="fsdp")
+model = spmd.pretrained.load(folder, mesh="data=8", layout="fsdp", progress=False)
 print(model.config.width, "wide,", len(model.config.layers), "layers,", model.pretrained_origin.report)
 
 # %% [markdown]

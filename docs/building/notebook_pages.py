@@ -77,7 +77,8 @@ def fill(page: str, path: Path) -> str:
     for number, cell in enumerate(cells(path)):
         outputs = "\n".join(f"<div>{part}</div>" for part in map(shown, cell.get("outputs", [])) if part)
         empty = f'<div class="output" id="output-{number}"></div>'
-        page = page.replace(empty, f'<div class="output" data-search-exclude>{_STYLE.sub(once, outputs)}</div>')
+        # no <div>: the search would index what follows the first inner one
+        page = page.replace(empty, f'<section class="output" data-search-exclude>{_STYLE.sub(once, outputs)}</section>')
     return page
 
 
