@@ -11,8 +11,9 @@ from pathlib import Path
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # MkDocs loads this file alone
 import draw
+import notebook_pages
 
 from spmd.layout.toml_reader import load, shipped
 from spmd.render.html import STYLE
@@ -35,6 +36,7 @@ _HIDDEN = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _OUTSIDE = re.compile(r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""", re.IGNORECASE)
 _PICTURE = re.compile(r'<img\b(?=[^>]*\bsrc="(?:\.\./)*pictures/(\w+)\.svg")[^>]*>')
 _GALLERY = "<!-- every shipped layout -->"
+_NOTEBOOK = re.compile(r'(<li><a href="notebooks/(\w+)\.html">)(.*?</a>)')
 _PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
 
 
@@ -51,8 +53,10 @@ def outside(page: str, target: str) -> str | None:
 
 
 def shown_as(path: str) -> str:
-    """The name on the site of a file outside of docs/: pages keep their names, programs become pages, notebooks stay files."""
+    """The name on the site of a file outside of docs/: pages keep their names; programs and notebooks become pages."""
     file = ROOT / path
+    if file.suffix == ".ipynb":
+        return path.removesuffix(".ipynb") + ".md"
     return f"{path}.md" if file.suffix in SOURCES and file.is_file() else f"{path.rstrip('/')}/index.md" if file.is_dir() else path
 
 
@@ -82,6 +86,13 @@ def on_files(files, config):
                 raise PluginError(f"{page}: no file {target}")
             if not name.endswith(".md"):
                 files.append(File.generated(config, name, abs_src_path=str(source)))
+                continue
+            if source.suffix == ".ipynb":
+                content, inclusion = notebook_pages.markdown(source), InclusionLevel.INCLUDED
+                files.append(File.generated(config, name, content=content, inclusion=inclusion))
+                for part in (source, source.with_suffix(".py")):  # to download
+                    files.append(File.generated(config, f"{source.parent.name}/{part.name}", abs_src_path=str(part)))
+                pending.append((f"../{path}", content))
                 continue
             content = _listing(path) if source.is_dir() else source.read_text(encoding="utf-8")
             if source.is_file() and source.suffix in SOURCES:
@@ -136,6 +147,19 @@ def on_page_markdown(markdown, page, config, files):
     markdown = _LINK.sub(link, markdown)
     markdown = _PAIR.sub(_side_by_side, markdown)
     return _FENCE.sub(lambda match: f"```python\n{match[2]}```", markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Put the outputs of notebooks into their pages, and their pictures into the gallery."""
+    uri = page.file.src_uri
+    if uri == "notebooks.md":
+        return _NOTEBOOK.sub(lambda match: f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}', html)
+    source = ROOT / uri.replace(".md", ".ipynb")
+    return notebook_pages.fill(html, source) if uri.startswith("notebooks/") and source.is_file() else html
+
+
+def _picture(name: str) -> str:
+    return notebook_pages.thumbnail(ROOT / "notebooks" / f"{name}.ipynb")
 
 
 def _side_by_side(match) -> str:
