@@ -138,6 +138,7 @@ class Layout:
 
     Args:
       description: a sentence, which `spmd layouts` prints.
+      use_when: a sentence, for which models and machines the layout is meant.
       mesh: sizes of mesh axes by name, outermost first; one may be -1. () is one axis, `data`, of all devices.
       batch: how the batch is sharded; its first dim's axes are the data axes.
       params: `Rule`s for parameters.
@@ -186,6 +187,7 @@ class Layout:
     train: Train = Train()  # noqa: RUF009
     adapters: tuple[Adapter, ...] = ()  # paths are of modules
     compiler: Compiler = Compiler()  # noqa: RUF009
+    use_when: str = ""
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
 

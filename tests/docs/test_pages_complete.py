@@ -151,8 +151,8 @@ def test_benchmarks_are_listed_with_their_commands():
 def test_every_shipped_layout_is_listed():
     from spmd.layout.toml_reader import load, shipped
 
-    listed = [f"| `{name}` | {load(name).description} |" for name in shipped()]
-    assert "\n".join(listed) in text("layouts"), "docs/layouts.md: the lines that  spmd layouts  prints, as a table"
+    listed = [f"| `{name}` | {load(name).description} | {load(name).use_when} |" for name in shipped()]
+    assert "\n".join(listed) in text("layouts"), "docs/layouts.md: `description` and `use_when` of each file"
 
 
 def test_the_cookbook_lists_every_how_to():
