@@ -101,7 +101,11 @@ class ExportedModel:
         """The model's outputs for all rows, as numpy arrays; at most two programs are compiled for any number of rows.
 
         Args:
+          inputs: arrays [rows, ...], as the model takes them.
           batch_size: rows per call, if the model takes any number.
+
+        Returns:
+          A tree of arrays [rows, ...], as the model returns it.
 
         Raises:
           DataError: another tree, other shapes or dtypes, or no rows.

@@ -66,11 +66,18 @@ class Info:
         """Stop the run cleanly: the last checkpoint is written and `fit` returns.
 
         Every process must call it at the same step, as they do when the decision follows from metrics; otherwise use `ask`.
+
+        Args:
+          reason: `result.stop_reason`.
         """
         self._control.stop(reason)
 
     def ask(self, reason: str) -> None:
-        """Stop for a reason that only this process knows, such as the time: soon, and all processes after the same step."""
+        """Stop for a reason that only this process knows, such as the time: soon, and all processes after the same step.
+
+        Args:
+          reason: `result.stop_reason`.
+        """
         self._control.ask(reason)
 
     def stop_at(self, step: int) -> None:

