@@ -86,6 +86,7 @@ class RunState:
 
     Attributes:
       epoch: number of the current epoch, from 0; `position` is in the next one already when an epoch ends.
+      samples: examples trained on in this call, over all processes, as far as metrics have been read.
       evaluated: results of the newest evaluation.
     """
 
@@ -95,5 +96,6 @@ class RunState:
     epoch: int
     account: TimeAccount
     history: History
+    samples: int = 0
     evaluated: dict[str, float] = dataclasses.field(default_factory=dict)
     stop_reason: str | None = None

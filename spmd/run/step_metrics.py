@@ -27,7 +27,7 @@ class StepMetrics:
         self._unread: collections.deque[tuple[int, int, jax.Array, list[int], float, Counts]] = collections.deque()
         self._calls = 0
         self._window = np.zeros((2, len(config.program.names)))
-        self._samples, self._newest = 0, None
+        self._newest = None
         self._newest_step = (run.step, run.position.epoch)
         self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
         self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
@@ -71,7 +71,7 @@ class StepMetrics:
         if counts and self._config.loggers:  # before callbacks: one may end the run because of what they show
             histograms = histogram_record(jax.tree.map(self._fetch, counts), program.placed.given.stacks())
             write_record(self._config.loggers, {"step": first, "epoch": epoch, **histograms})
-        self._samples += sum(rows)
+        run.samples += sum(rows)
         if first == 1 and not self._skipped(packed[0]):
             check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0))
         newest = first + len(packed) - 1 == run.step
@@ -97,13 +97,13 @@ class StepMetrics:
         if self._newest is not None:
             step, epoch = self._newest_step
             metrics = {**self._means(self._newest), **self._run.evaluated}
-            self._config.progress.update(step, epoch, metrics, self._samples, self._config.work, self._run.account.waited)
+            self._config.progress.update(step, epoch, metrics, self._run.samples, self._config.work, self._run.account.waited)
 
     def log(self) -> None:
         """Log the means since the last record; the last record of a run may cover fewer steps."""
         step, epoch = self._newest_step
         if self._window[1].any():
-            rates = self._run.account.rates(step, self._samples, self._config.work)
+            rates = self._run.account.rates(step, self._run.samples, self._config.work)
             memory = peak_memory()
             record = {
                 "step": step,

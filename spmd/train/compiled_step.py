@@ -483,6 +483,10 @@ class Program:
         """A step on a full batch, compiled; on several devices, or one that is not a CPU, `step` then runs this program."""
         return self._watched(("step", self.rows, True), self.arguments, lambda: self._traced.lower().compile())
 
+    def compiled_text(self) -> str:
+        """A step on a full batch as XLA has compiled it; "" if none was compiled yet."""
+        return self._traced.lower().compile().as_text() if ("step", self.rows, True) in self._ready else ""
+
     def text(self) -> str:
         """A step on a full batch as StableHLO; `step` then compiles this lowering."""
         return self._traced.lower().as_text()
