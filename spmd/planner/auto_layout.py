@@ -130,6 +130,8 @@ def _choose(model: Any, sample: Tree, saved: Path | None, say: Callable[[str], N
             return Chosen(layout, accumulate, text, f'layout="auto": that of {saved}.')
         say(f'layout="auto": {saved} is not used, because {why}.')
     result = search(model, abstract(sample), target=here, compiles=COMPILES, say=lambda line: say(f'layout="auto": {line}'), **options)
+    if result.interrupted:
+        raise KeyboardInterrupt
     text, best = result.to_toml(), result.plans[0][0]
     return Chosen(best.layout, best.accumulate, text, f'layout="auto": {best}')
 

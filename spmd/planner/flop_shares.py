@@ -39,6 +39,8 @@ class FlopShares:
 
     def __str__(self) -> str:
         """A line or two; causes of less than a thousandth of what is executed are left out."""
+        if not self.executed:
+            return NOTHING_BEYOND
         causes = {cause: flops for cause, flops in self.beyond.items() if abs(flops) >= 0.001 * self.executed}
         shares = [f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}" for cause, flops in causes.items()]
         lines = [f"executed beyond the model's: {', '.join(shares)}."] if max(causes.values(), default=0.0) > 0 else []
