@@ -279,11 +279,11 @@ def sharded_kernel() -> str:
         y = 26 + 15 * device
         parts.append(box(0, y, 92, 14, SERIES[device], f"shard {device}"))
         column, row = device % 2, device // 2
-        x, top = 150 + 58 * column, 26 + 31 * row
+        x, top = 140 + 56 * column, 26 + 31 * row
         parts.append(f'<rect x="{x}" y="{top}" width="50" height="26" rx="4" fill="var(--soft)" stroke="var(--line)"/>')
         parts.append(box(x + 4, top + 16, 42, 6, SERIES[device], f"shard {device}"))
         parts.append(caption(x + 25, top + 12, f"GPU {device}", "middle"))
-    parts.append('<path d="M104 86h30" stroke="currentColor" stroke-width="2"/><path d="M140 86l-8 -5v10z" fill="currentColor"/>')
+    parts.append('<path d="M102 86h24" stroke="currentColor" stroke-width="2"/><path d="M132 86l-8 -5v10z" fill="currentColor"/>')
     return svg(152, parts, "a kernel in eight shards, one on each of eight GPUs", width=PANEL)
 
 

@@ -15,11 +15,8 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import charts
-import concepts
-
 import spmd
+from docs.building import charts, concepts
 from spmd.layout.toml_reader import shipped
 from spmd.render.html import STYLE
 from spmd.viz.collectives import KINDS

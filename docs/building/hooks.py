@@ -11,9 +11,8 @@ from pathlib import Path
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import draw
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from docs.building import draw
 from spmd.layout.toml_reader import load, shipped
 from spmd.render.html import STYLE
 
