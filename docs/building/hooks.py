@@ -11,13 +11,22 @@ from pathlib import Path
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from docs.building import draw
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # MkDocs loads this file alone
+from docs.building import draw, notebook_pages
 from spmd.layout.toml_reader import load, shipped
 from spmd.render.html import STYLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", "": "text"}  # shown as a page each
+SEARCH_BOOSTS = {
+    "cookbook/": 2,
+    "troubleshooting.md": 2,
+    "from_": 0.8,
+    "reference/": 0.5,
+    "examples/": 0.3,
+    "renamed.md": 0.2,
+}  # by the beginning of a page
+UNSEARCHED = ("benchmarks/", "cookbook/index.md")  # logs, and a list of headings
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
@@ -25,6 +34,7 @@ _HIDDEN = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _OUTSIDE = re.compile(r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""", re.IGNORECASE)
 _PICTURE = re.compile(r'<img\b(?=[^>]*\bsrc="(?:\.\./)*pictures/(\w+)\.svg")[^>]*>')
 _GALLERY = "<!-- every shipped layout -->"
+_NOTEBOOK = re.compile(r'(<li><a href="notebooks/(\w+)\.html">)(.*?</a>)')
 _PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
 
 
@@ -41,8 +51,10 @@ def outside(page: str, target: str) -> str | None:
 
 
 def shown_as(path: str) -> str:
-    """The name on the site of a file outside of docs/: pages keep their names, programs become pages, notebooks stay files."""
+    """The name on the site of a file outside of docs/: pages keep their names; programs and notebooks become pages."""
     file = ROOT / path
+    if file.suffix == ".ipynb":
+        return path.removesuffix(".ipynb") + ".md"
     return f"{path}.md" if file.suffix in SOURCES and file.is_file() else f"{path.rstrip('/')}/index.md" if file.is_dir() else path
 
 
@@ -72,6 +84,13 @@ def on_files(files, config):
                 raise PluginError(f"{page}: no file {target}")
             if not name.endswith(".md"):
                 files.append(File.generated(config, name, abs_src_path=str(source)))
+                continue
+            if source.suffix == ".ipynb":
+                content, inclusion = notebook_pages.markdown(source), InclusionLevel.INCLUDED
+                files.append(File.generated(config, name, content=content, inclusion=inclusion))
+                for part in (source, source.with_suffix(".py")):  # to download
+                    files.append(File.generated(config, f"{source.parent.name}/{part.name}", abs_src_path=str(part)))
+                pending.append((f"../{path}", content))
                 continue
             content = _listing(path) if source.is_dir() else source.read_text(encoding="utf-8")
             if source.is_file() and source.suffix in SOURCES:
@@ -106,6 +125,8 @@ def on_page_markdown(markdown, page, config, files):
     """Rewrite links into the repository, place pairs of programs side by side, and remove notes from fences."""
     uri = page.file.src_uri
     generated = page.file.generated_by is not None
+    boost = next((boost for begin, boost in SEARCH_BOOSTS.items() if uri.startswith(begin)), 1)
+    page.meta.setdefault("search", {"exclude": uri.startswith(UNSEARCHED), "boost": boost})
     here = f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}" if generated else uri
 
     def link(match):
@@ -124,6 +145,19 @@ def on_page_markdown(markdown, page, config, files):
     markdown = _LINK.sub(link, markdown)
     markdown = _PAIR.sub(_side_by_side, markdown)
     return _FENCE.sub(lambda match: f"```python\n{match[2]}```", markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Put the outputs of notebooks into their pages, and their pictures into the gallery."""
+    uri = page.file.src_uri
+    if uri == "notebooks.md":
+        return _NOTEBOOK.sub(lambda match: f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}', html)
+    source = ROOT / uri.replace(".md", ".ipynb")
+    return notebook_pages.fill(html, source) if uri.startswith("notebooks/") and source.is_file() else html
+
+
+def _picture(name: str) -> str:
+    return notebook_pages.thumbnail(ROOT / "notebooks" / f"{name}.ipynb")
 
 
 def _side_by_side(match) -> str:

@@ -33,7 +33,7 @@ def page(plan: PlanData, more: Mapping[str, str]) -> str:
 def fragment(plan: PlanData) -> Html:
     """The report for a notebook's cell."""
     *compiler, title, _ = map(html.escape, headline(plan).split("\n"))
-    kind = "bad" if not plan.fits else "tight" if plan.memory.verdict.startswith("tight") else ""
+    kind = {"DOES NOT FIT": "bad", "tight": "tight"}.get(plan.memory.word, "")
     pipelines = "".join(f"<h2>{html.escape(name)}</h2><pre>{html.escape(str(schedule))}</pre>" for name, schedule in plan.schedules.items())
     communication = f'<div class="wide">{table(*traffic_rows(plan.traffic))}</div>'
     lines = [
