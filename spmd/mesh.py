@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmd.errors import MeshError, did_you_mean, short_repr, type_name
+from spmd.tracebacks import trims_tracebacks
 from spmd.xla import simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -134,6 +135,7 @@ def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
     return tuple((name, int(size)) for name, size in pairs)
 
 
+@trims_tracebacks
 def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *, devices: Sequence | None = None) -> Mesh:
     """A `jax.sharding.Mesh` that uses every device given, axes outermost first.
 
@@ -168,7 +170,7 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
 
 def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
     """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays are, and a mesh that is set would
-    say so, too, for every operation.
+    say so, too, for every operation. Public functions are decorated with it, so it also trims tracebacks (`spmd/tracebacks.py`).
 
     Args:
       default: the mesh that is set is the function's argument `mesh`, where none is given.
@@ -196,7 +198,7 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
             with jax.set_mesh(_NO_MESH):
                 return function(*arguments, **options)
 
-        return call  # type: ignore[return-value]
+        return trims_tracebacks(call)  # type: ignore[return-value]
 
     return wrap
 
