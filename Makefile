@@ -4,9 +4,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 WORKERS ?= 2
 TESTS ?=
+NAMES ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-system test-all check docs soak bench published clean help
+.PHONY: demo test test-system test-all check docs notebooks soak bench published clean help
 
 help:
 	@echo "make demo         train a CNN on digits over 8 simulated devices; results in runs/demo/"
@@ -15,6 +16,7 @@ help:
 	@echo "make test-all     all tests, the slow ones too, with all of XLA's optimizations"
 	@echo "make check        formatting, lint, types, architecture, documentation"
 	@echo "make docs         the documentation site, in site/"
+	@echo "make notebooks    execute the notebooks and keep what they show; NAMES=04 executes one"
 	@echo "make soak         20 minutes of random faults, without and with checkpoints in memory; the runs must end in the same bits"
 	@echo "make bench        benchmarks; results in benchmarks/results/"
 	@echo "make published    plans of published runs, against what was measured; needs '.[gpu-compiler]'"
@@ -49,6 +51,10 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(RUN) -m mkdocs build --strict
+
+# One after the other, each in a process: which one, and how long it took.
+notebooks: $(STAMP)
+	$(RUN) tools/notebooks.py $(NAMES)
 
 soak: $(STAMP)
 	$(RUN) tests/distributed/soak.py --minutes 20 --seed 0 --compare

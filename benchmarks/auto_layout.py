@@ -149,18 +149,17 @@ def main() -> None:
     parser.add_argument("--flax", type=Path)
     parser.add_argument("--only", help="a part of a title")
     options = parser.parse_args()
-    rows = []
+    columns = ["model", "found", "best shipped", "best by path", "search"]
+    command = " ".join(["python benchmarks/auto_layout.py", *sys.argv[1:]])
+    head = reported.head("Layouts found for models without axis names", command, "jax", "jaxlib", "flax", "jax-cuda13-pjrt")
+    about = [f"For {TARGET}, {COMPILES} programs of each model. The file of each layout was written, and read as an equal layout.", ""]
+    rows = [columns, ["---"] * len(columns)]
     for title, (model, batch) in cases(options).items():
         if (options.only or "") in title:
             rows.append(searched(title, model, batch))
             print(rows[-1], flush=True)
-    columns = ["model", "found", "best shipped", "best by path", "search"]
-    table = ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
-    command = " ".join(["python benchmarks/auto_layout.py", *sys.argv[1:]])
-    head = reported.head("Layouts found for models without axis names", command, "jax", "jaxlib", "flax", "jax-cuda13-pjrt")
-    about = [f"For {TARGET}, {COMPILES} programs of each model. The file of each layout was written, and read as an equal layout.", ""]
-    if not options.only:
-        reported.write("auto_layout", [*head, *about, *table])
+            if not options.only:
+                reported.write("auto_layout", [*head, *about, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 if __name__ == "__main__":

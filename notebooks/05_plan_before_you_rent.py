@@ -23,12 +23,11 @@
 # program.
 #
 # With `pip install '.[gpu-compiler]'` in the checkout the compiler is XLA:GPU itself; without it plans are estimates by XLA:CPU, and
-# their first line says so. All numbers are computed here. With `SPMD_SMALL=1` in the environment the model and the GPU are small.
+# their first line says so.
 
 # %%
 import dataclasses
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -39,23 +38,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from IPython.display import Markdown
 
 import spmd
-from spmd.planner.target import shipped  # the files of known hardware
 
 spmd.simulate_devices(4)  # to train a few steps at the end, with the best layout
-SMALL = bool(os.environ.get("SPMD_SMALL"))
 folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
 # ## The model and the target
 #
 # The model is a decoder of transformer blocks in an `spmd.nn.LayerStack`, which compiles as fast for 24 layers as for 4. Its code does
-# not mention devices. The target is one node of four L4s; your own target is a TOML file, and the small run writes one.
+# not mention devices. The target is one node of four L4s, of 24 GB each. A target of your own is a TOML file.
 
 # %%
-VOCAB, WIDTH, DEPTH, HEADS, LENGTH, ROWS = (256, 64, 4, 4, 64, 32) if SMALL else (32_000, 1024, 24, 16, 1024, 32)
+VOCAB, WIDTH, DEPTH, HEADS, LENGTH, ROWS = 32_000, 1024, 24, 16, 1024, 32
 
 
 class Block(nnx.Module):
@@ -91,10 +87,6 @@ batch = {"tokens": tokens, "targets": tokens}
 training = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(3e-4), "precision": "bfloat16"}
 
 target = "4xl4"
-if SMALL:  # the L4's file, with so little memory that the small model does not fit either, and none that libraries use beside it
-    text = re.sub(r"^\[overhead\].*\n(.+\n)*", "", shipped()["l4"].read_text(), flags=re.MULTILINE)
-    (folder / "small.toml").write_text(re.sub(r"^memory = \S+", f"memory = {12 * 2**20}", text, count=1, flags=re.MULTILINE))
-    target = f"4x{folder}/small.toml"
 
 leaves = jax.tree.leaves(nnx.eval_shape(make_model))
 print(f"{sum(np.prod(leaf.shape) for leaf in leaves) / 1e6:.1f} million parameters")
@@ -103,48 +95,58 @@ print(f"{sum(np.prod(leaf.shape) for leaf in leaves) / 1e6:.1f} million paramete
 # ## It does not fit
 #
 # Data-parallel training keeps all parameters and both of Adam's moments on every device. A notebook shows the plan as a page; a
-# terminal shows it as text, and `plan.save("plan.html")` writes the page to a file.
+# terminal shows it as text, and `plan.save("plan.html")` writes the page to a file. The compiler takes a few seconds.
 
 # %%
 first = spmd.plan(make_model, batch, target=target, layout="data_parallel", **training)
 first
 
 # %% [markdown]
+# It would need almost three times the memory of an L4, most of it for activations.
+#
 # ## What would make it fit
 #
 # Fixes are tried in a fixed order, each on top of the earlier ones that helped, and each is planned before it is shown: more
-# recomputation, more microbatches, optimizer state sharded over the workers, then parameters, then more devices.
+# recomputation, more microbatches, optimizer state sharded over the workers, then parameters, then more devices. Each is a program, so this
+# takes up to a minute.
 
 # %%
-fixes = first.fixes()
+fixes = first.fixes(say=print)
 for fix in fixes:
     print(fix)
 
 # %% [markdown]
+# Fused attention keeps no scores, and `dots` keeps only the results of matrix products: both help, and are not enough. It fits when each
+# block computes its activations again in the backward pass.
+#
 # ## The fastest that fits
 #
 # A search tries layouts, meshes, reductions, microbatches and rematerialization, here with fused attention, as in the
-# first fix. Closed-form bounds and earlier plans rule most of them out; the promising ones are compiled. Every rejected
-# candidate has a reason.
+# first fix. Closed-form bounds and earlier plans rule most of them out; the promising ones are compiled, with a line for each. Every
+# rejected candidate has a reason.
 
-# %%
-names = ["data_parallel", "fsdp"] if SMALL else ["data_parallel", "zero1", "fsdp", "pipeline"]
+# %% tags=["thumbnail"]
+names = ["data_parallel", "zero1", "fsdp", "pipeline"]
 candidates = [dataclasses.replace(spmd.Layout.load(name), attention=spmd.Attention("auto")) for name in names]
-search = spmd.search(make_model, batch, target=target, candidates=candidates, compiles=4 if SMALL else 16, **training)
+search = spmd.search(make_model, batch, target=target, candidates=candidates, compiles=16, say=print, **training)
 search
+
+# %% [markdown]
+# The first plan beside the best one:
 
 # %%
 best = search.best
 spmd.compare(first, best)
 
 # %% [markdown]
+# Sharded over the four devices (`fsdp`), the model needs a tenth of the memory of the first plan and 0.4 of its time. The same
+# recomputation without sharding is 3 % slower, in 9.4 GiB.
+#
 # How a parameter of the best plan is sharded, and which rule chose that:
 
 # %%
-best.drawing("blocks/layers/up/kernel")
-
-# %%
 print(best.explain("blocks/layers/up/kernel"))
+best.drawing("blocks/layers/up/kernel")
 
 # %% [markdown]
 # ## When does adding a GPU stop helping?
@@ -158,6 +160,9 @@ curve = spmd.saturation(first)
 curve
 
 # %% [markdown]
+# For 32 rows there is no such mark: each doubling pays, up to one row for each of 32 devices. From 16 devices on, smaller gradients
+# begin to pay too.
+#
 # ## A layout to commit
 #
 # The best layout is a TOML file like those shipped with the library, complete with its mesh.
@@ -165,7 +170,6 @@ curve
 # %%
 path = search.save(folder / "my_gpt.toml")
 print(path.read_text())
-assert spmd.Layout.load(path) == search.layout
 
 # %% [markdown]
 # Training uses the file. Here a small model of the same kind trains a few steps with it on four simulated CPU devices; on the
@@ -186,26 +190,5 @@ result = spmd.fit(
     accumulate=config.accumulate,
     batch_size=ROWS,
     steps=24,
-    progress=False,
 )
-losses = result.history["loss"]
-print(f"loss from {losses[0]:.2f} to {losses[-1]:.2f}")
-
-# %% [markdown]
-# ## Summary
-
-
-# %%
-def memory(plan):
-    return f"{plan.memory.peak / 2**30:.3g} GiB of {plan.memory.capacity / 2**30:.3g}"
-
-
-lines = [
-    f"- Data-parallel training **does not fit**: {memory(first)} on each of {first.cluster.count} devices.",
-    f"- The first fix that does: {fixes[-1].change} ({memory(fixes[-1].plan)}, {1e3 * fixes[-1].plan.timeline.seconds:.3g} ms per step).",
-    f"- The fastest that was found: {search.plans[0][0]} ({memory(best)}, {1e3 * best.timeline.seconds:.3g} ms per step).",
-    f"- Of {len(search.plans) + len(search.rejected)} candidates {len(search.plans)} were compiled and fit.",
-    f"- Data-parallel training of {first.rows} rows gains from more devices up to {curve.knee('exact')}, with exact gradients.",
-]
-assert not first.fits and fixes[-1].fits and best.timeline.seconds <= fixes[-1].plan.timeline.seconds
-Markdown("\n".join(lines))
+result

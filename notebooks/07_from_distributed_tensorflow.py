@@ -69,7 +69,8 @@ print(*trainer.notes(), sep="\n")
 # ## Synchronous, with spares, and asynchronous
 #
 # The steps of the eight workers vary in length; the median is one simulated second. A synchronous step waits for all eight workers,
-# or for six with two spare replicas. Asynchronous workers do not wait, and their gradients are stale when they arrive.
+# or for six with two spare replicas. Asynchronous workers do not wait, and their gradients are stale when they arrive. A line is printed
+# as each run is done.
 
 # %%
 times = "lognormal(1.0, 0.5)"
@@ -78,25 +79,23 @@ ways = {
     "two spares": server_layout(compute_time=times, spares=2),
     "asynchronous": server_layout(compute_time=times, mode="asynchronous", staleness_scale="inverse"),
 }
-results = {}
-for name, layout in ways.items():
-    results[name] = spmd.fit(make, train, optimizer=optax.sgd(0.2), layout=layout, epochs=4, progress=False, **how)
-
-# %%
 print(f"{'':14}{'simulated s':>12}{'accuracy':>10}{'dropped':>9}{'staleness':>11}")
-for name, result in results.items():
-    history = result.history
+for name, layout in ways.items():
+    history = spmd.fit(make, train, optimizer=optax.sgd(0.2), layout=layout, epochs=4, progress=False, **how).history
     dropped = sum(history["gradients_dropped"]) if "gradients_dropped" in history else 0
     age = np.mean(history["staleness"]) if "staleness" in history else 0
     print(f"{name:14}{history['simulated_seconds'][-1]:12.0f}{history['eval_accuracy'][-1]:10.3f}{dropped:9.0f}{age:11.1f}")
 
 # %% [markdown]
+# Two spares make a step shorter, and a quarter of the gradients are dropped. Without waiting the run is shorter still; its gradients are
+# several updates old, and `staleness_scale` divides their rate by their age.
+#
 # ## A run that resumes
 #
 # `MonitoredTrainingSession` saved checkpoints and resumed from them. So does `fit`. Below, one run is stopped after 30 steps and then
 # resumed.
 
-# %%
+# %% tags=["thumbnail"]
 import tempfile
 
 folder = tempfile.mkdtemp() + "/run"
@@ -119,7 +118,6 @@ sweep = spmd.sweep(
     optimizer=lambda learning_rate: optax.adam(learning_rate),
     trials=8,
     epochs=4,
-    progress=False,
     **how,
 )
 sweep
@@ -131,6 +129,8 @@ sweep
 print(sweep.ensemble().evaluate(test))
 
 # %% [markdown]
+# Its log loss is below the mean of its members'; here the best of them alone is better still.
+#
 # ## Export the model
 #
 # `SavedModel` and TF Serving needed a signature. In spmd a folder is enough, and loading it needs none of this notebook's code.

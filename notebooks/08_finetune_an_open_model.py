@@ -27,7 +27,6 @@ import tempfile
 from pathlib import Path
 
 import optax
-from IPython.display import Markdown, display
 
 import spmd
 
@@ -44,7 +43,7 @@ work = Path(tempfile.mkdtemp())
 # %%
 for path in sorted(folder.iterdir()):
     print(f"{path.stat().st_size:>8,} bytes  {path.name}")
-model = spmd.pretrained.load(folder, mesh="data=8", layout="fsdp")
+model = spmd.pretrained.load(folder, mesh="data=8", layout="fsdp", progress=False)
 print(model.config.width, "wide,", len(model.config.layers), "layers,", model.pretrained_origin.report)
 
 # %% [markdown]
@@ -78,7 +77,7 @@ data
 #
 # `fit` takes the loaded model as it lies on the devices. `Samples` lets it write on the way, without a change to training.
 
-# %%
+# %% tags=["thumbnail"]
 samples = spmd.callbacks.Samples(["What does the cow say?"], every=20, max_new_tokens=12, tokenizer=folder, chat="chatml")
 steps = 100
 result = spmd.fit(
@@ -90,7 +89,6 @@ result = spmd.fit(
     layout="fsdp",
     steps=steps,
     callbacks=[samples],
-    progress=False,
 )
 result
 
@@ -110,21 +108,9 @@ for animal, answer in zip(sounds, answers, strict=True):
     print(f"{animal:>6}: {answer}")
 
 # %% [markdown]
+# It did not answer before, and does now: the folder that was written, read again on one device, has learnt all eight sounds.
+#
 # The same without Python:
 #
 #     spmd finetune FOLDER --data questions.jsonl --chat chatml --loss-on answers --length 32 --steps 100 --learning-rate 3e-3 --out tuned
 #     spmd generate tuned --chat chatml --prompt "What does the cow say?"
-#
-# ## What this has shown
-
-# %%
-losses = result.history["loss"]
-right = sum(answer == sound for answer, sound in zip(answers, sounds.values(), strict=True))
-same_files = {path.name for path in folder.iterdir()} == {path.name for path in tuned.iterdir()}
-shown = [
-    (samples.written[0].text != "moo" and samples.written[-1].text == "moo", "It did not answer before, and does now."),
-    (losses[-1] < 0.1 * losses[0], f"The loss of answers fell from {losses[0]:.2f} to {losses[-1]:.3f}."),
-    (right == len(sounds), f"Read again on one device, it answers {right} of {len(sounds)} questions rightly."),
-    (same_files, "The folder has the same files as the one that was read."),
-]
-display(Markdown("\n".join(f"- **{'Borne out' if holds else 'Not borne out'}.** {sentence}" for holds, sentence in shown)))

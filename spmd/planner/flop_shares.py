@@ -72,6 +72,11 @@ def flop_shares(
     return FlopShares(executed, model, beyond | {OTHER: executed - model - sum(beyond.values())}, masked, empty)
 
 
+def executed_flops(module: Module, mesh: MeshSpec) -> float:
+    """FLOPs of all products that one device of a mesh executes in a compiled program, as HFU counts them; 0 of a module without any."""
+    return sum(found.flops for found in _Walk(module, Variance(module, mesh), ()).products(module.entry))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Found:
     """A product, the instruction that it is or is fused into, how often it runs, and the share of this that is a bubble."""

@@ -16,10 +16,11 @@ STYLE = """
 }
 .spmd-cell h1 { font-size: 1.4rem; margin: 0 }
 .spmd-cell h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line) }
-.spmd-cell p { margin: .4rem 0 }
+.spmd-cell p { margin: .4rem 0; overflow-wrap: anywhere }
 .spmd-cell table { border-collapse: collapse; margin: .4rem 0; font-size: .9em }
 .spmd-cell table tr :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left !important; white-space: nowrap }
 .spmd-cell table tr :is(td, th) { border: 0; border-bottom: 1px solid var(--soft) }
+.spmd-cell table tr :is(td, th).number { text-align: right !important }
 .spmd-cell :is(td, pre) { font-family: ui-monospace, monospace }
 .spmd-cell table tr:nth-child(n) { background: none }
 .spmd-cell table.mesh tr :is(td, th) { text-align: center !important; padding: .3rem .9rem }
@@ -27,13 +28,21 @@ STYLE = """
 .spmd-cell table.mesh tr th + th { border-bottom-color: var(--a) }
 .spmd-cell pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
 .spmd-cell .wide { overflow-x: auto }
-.spmd-cell svg { display: block; width: 100%; max-width: 960px }
+.spmd-cell svg { display: block; width: 100%; max-width: 960px; height: auto }
+.spmd-cell svg.small { width: auto; max-width: 100% }
+.spmd-cell .key { display: inline-block; margin-right: 1.1rem; font-size: .9em }
+.spmd-cell .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
+.spmd-cell svg .outline { fill: none; stroke: var(--ink); stroke-width: 2px; vector-effect: non-scaling-stroke }
 .spmd-cell svg text { font: 12px system-ui, sans-serif; fill: currentColor }
 .spmd-cell svg text.on { fill: #fff; paint-order: stroke; stroke: #000a; stroke-width: 2.5px }
 .spmd-cell .verdict { font-weight: 600; color: var(--good) }
 .spmd-cell .verdict.bad { color: var(--bad) }
 .spmd-cell .verdict.tight { color: var(--tight) }
-@media (max-width: 45em) { .spmd-cell { overflow-x: auto } .spmd-cell svg { min-width: 40rem } .spmd-cell pre { font-size: .74em } }
+@media (max-width: 45em) {
+  .spmd-cell { overflow-x: auto }
+  .spmd-cell svg:not(.small, .strip) { min-width: 40rem }
+  .spmd-cell pre { font-size: .74em; white-space: pre; overflow-x: auto }
+}
 """
 
 
@@ -71,6 +80,7 @@ class Text(str):
         return self._html
 
 
+NUMBER = re.compile(r"|-|[x+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?(%|[KMGT]?i?B|[num]?s|min|h))?")  # a number, with or without unit
 UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
 MIN_WIDTH = 4  # characters; columns do not shrink below it
 HANG = "  "  # before the further lines of a first cell, which would else look like rows
@@ -194,17 +204,20 @@ def document(title: str, body: str, *, style: str = "") -> str:
 
 
 def table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """A table as HTML, one row per line; every cell is escaped.
+    """A table as HTML, one row per line; every cell is escaped, and columns of numbers are aligned to the right.
 
-    >>> table(["path"], [["a<b"]])
-    '<table><tr><th>path</th></tr>\\n<tr><td>a&lt;b</td></tr></table>'
+    >>> table(["path", "bytes"], [["a<b", "1.5 KiB"]])
+    '<table><tr><th>path</th><th class="number">bytes</th></tr>\\n<tr><td>a&lt;b</td><td class="number">1.5 KiB</td></tr></table>'
     """
+    rows = [[str(cell) for cell in row] for row in body]
+    numeric = [bool(rows) and all(NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))]
 
     def line(tag: str, cells: Iterable[Any]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+        opening = (f'<{tag} class="number">' if right else f"<{tag}>" for right in numeric)
+        return "<tr>" + "".join(f"{start}{html.escape(str(cell))}</{tag}>" for start, cell in zip(opening, cells, strict=True)) + "</tr>"
 
     css_class = f' class="{kind}"' if kind else ""
-    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in body)]) + "</table>"
+    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in rows)]) + "</table>"
 
 
 def folded(title: str, body: str) -> str:

@@ -107,10 +107,11 @@ class Progress:
         """Show what is done, and since when; "": nothing any more."""
 
     def _speed(self, work: Work) -> list[str]:
-        """Tokens per second of text, else samples; MFU; and the share of time spent waiting for data, if it is worth a look."""
+        """Tokens per second of text, else samples; MFU; HFU if it is more; and the share of waiting for data, if it is worth a look."""
         rates = work.rates(self._rate)
         parts = [f"{rates['tokens_per_second']:,.0f} tokens/s" if work.tokens else f"{self._rate:,.0f} samples/s"]
         parts += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
+        parts += [f"HFU {rates['hfu']:.1%}"] if rates.get("hfu", 0.0) > rates.get("mfu", 0.0) else []
         return [*parts, f"{self._waiting:.0%} waiting for data"] if self._waiting >= WAITING_SHOWN else parts
 
     def show(self, step: int, parts: Sequence[str]) -> None:

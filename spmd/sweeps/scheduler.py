@@ -62,6 +62,7 @@ class SweepRunner:
     every: int
     progress: Any
     _steps: int = dataclasses.field(default=0, init=False)  # done so far, over all trials
+    _total: int = dataclasses.field(default=0, init=False)  # to do, over all trials
     _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss in the newest steps
     _begun: bool = dataclasses.field(default=False, init=False)  # whether there was a chunk to train
     _ending: bool = dataclasses.field(default=False, init=False)  # whether all processes end the sweep before its end
@@ -71,7 +72,8 @@ class SweepRunner:
         """Run all rungs; the best trials are saved in `folder`, one run each."""
         records = {trial.number: _Record([], []) for trial in trials}
         starts = [0, *(stop for _, stop in self.plan[:-1])]
-        self.progress.start(0, sum(count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True)))
+        self._total = sum(count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True))
+        self.progress.start(0, self._total)
         try:
             alive, states = list(trials), dict[int, Any]()
             for rung, (count, stop) in enumerate(self.plan):
@@ -175,7 +177,7 @@ class SweepRunner:
             with np.errstate(all="ignore"):
                 newest = measured[:, -1, 0, 0] / measured[:, -1, 1, 0]
             self._lowest = float(np.nanmin(newest)) if np.isfinite(newest).any() else math.nan
-        if self.progress.due():
+        if self.progress.due() or self._steps == self._total:  # the bar ends full
             self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, self._steps * packed.program.rows)
 
     def _note(self, record: _Record, packed: VmappedTrials, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:

@@ -70,7 +70,7 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
         axes.set_yscale("log")
     axes.set_title(name.replace("_", " "), loc="left", fontsize=11)
     axes.set_xlabel("step")
-    axes.grid(color="#e4e4e4", linewidth=0.7)
+    axes.grid(color="#80808040", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     if len(trained) or len(evaluated):
         axes.legend(frameon=False)

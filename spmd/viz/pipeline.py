@@ -8,7 +8,7 @@ from spmd.errors import OptionError, import_extra
 from spmd.nn.schedule import Schedule
 from spmd.render.picture import Picture
 
-FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#e4e4e4"  # of the first group of layers, and of the last
+FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#80808040"  # of the first group of layers, and of the last
 LEGIBLE = 100  # ticks; in longer schedules microbatches are not numbered
 
 
@@ -20,10 +20,11 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None =
     """Draw a schedule: a picture for a notebook's cell, or a file (.png, .svg, .pdf).
 
     One line per stage, one cell per tick: blue forward, orange backward, grey idle; the number is the microbatch's. If a stage has
-    several groups of layers, later ones are paler.
+    several groups of layers, later ones are paler, and a tick is as much shorter as a group has fewer layers than the stage.
 
     Args:
-      given: from `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of ticks.
+      given: from `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of time. Its unit is
+        the time in which a stage computes all its layers for a microbatch; forward and backward are drawn equally long.
 
     Returns:
       The path of the file, whose folder is created if needed; a `Picture` without a path.
@@ -48,32 +49,36 @@ def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
     if not schedules or not all(isinstance(part, Schedule) for part in schedules.values()):
         raise OptionError(f"schedule: {given!r} is not a schedule.", fix="what make_schedule returns, or a dict of these by title.")
     make = import_extra("matplotlib.figure", "examples").Figure
-    ticks = max(pipeline.ticks for pipeline in schedules.values())
+    length = max(pipeline.ticks / pipeline.groups for pipeline in schedules.values())
+    cells = length * max(pipeline.groups for pipeline in schedules.values())  # of the shortest, abreast
     heights = [pipeline.stages + 1.6 for pipeline in schedules.values()]
-    figure = make(figsize=(min(16.0, max(6.0, 0.26 * ticks + 1)), 0.5 + 0.26 * sum(heights)), layout="constrained")
+    figure = make(figsize=(min(16.0, max(6.0, 0.26 * cells + 1)), 0.5 + 0.26 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):
-        _panel(axes, pipeline, numbered=ticks <= LEGIBLE)
+        _panel(axes, pipeline, numbered=cells <= LEGIBLE)
         axes.set_title(title or pipeline.name, loc="left", fontsize=11)
         unit = "microbatches" if pipeline.groups == 1 else "activations of a group"
         kept = f", at most {max(pipeline.in_flight)} {unit} kept" if any(w and w.backward for tick in pipeline.table for w in tick) else ""
-        axes.set_title(f"{pipeline.ticks} ticks, {pipeline.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#555555")
-    panels[-1].set_xlim(0, ticks)
-    panels[-1].set_xlabel("tick", fontsize=9)
+        part = f" of 1/{pipeline.groups} of the length" if pipeline.groups > 1 else ""
+        axes.set_title(f"{pipeline.ticks} ticks{part}, {pipeline.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#808080")
+    panels[-1].set_xlim(0, length)
+    panels[-1].set_xlabel("time, in passes of a microbatch through a stage's layers", fontsize=9)
     return figure
 
 
 def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
+    width = 1 / pipeline.groups
     for tick, row in enumerate(pipeline.table):
         for stage, work in enumerate(row):
             colour = IDLE if work is None else _between(BACKWARD if work.backward else FORWARD, work.group, pipeline.groups)
-            axes.broken_barh([(tick, 1)], (stage - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=0.8)
+            axes.broken_barh([(tick * width, width)], (stage - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=0.8)
             if work is not None and numbered:
                 ink = "white" if work.group == 0 or pipeline.groups == 1 else "#222222"
-                axes.text(tick + 0.5, stage, str(work.microbatch), ha="center", va="center", fontsize=7, color=ink)
+                axes.text((tick + 0.5) * width, stage, str(work.microbatch), ha="center", va="center", fontsize=7, color=ink)
     axes.set_ylim(pipeline.stages - 0.4, -0.6)
     axes.set_yticks(range(pipeline.stages))
     axes.set_ylabel("stage", fontsize=9)
+    axes.grid(visible=False)
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
 

@@ -11,7 +11,7 @@ from spmd.errors import OptionError, import_extra
 from spmd.render.picture import Picture
 from spmd.sync.param_server.statistics import ServerStatistics
 
-COMPUTES, SENDS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#e4e4e4", "#b9c9e8", "#222222"
+COMPUTES, SENDS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#80808040", "#b9c9e8", "#808080"
 GRADIENTS = 16  # of a worker by default; more are hard to distinguish
 BAR_HEIGHT = 0.72  # of a line
 
@@ -66,7 +66,7 @@ def timeline_figure(account: Accounts, *, begin: float = 0.0, seconds: float | N
     for axes, (title, account), count in zip(panels, by_title.items(), lines, strict=True):
         _panel(axes, account, begin, end, count)
         axes.set_title(title or _title(account), loc="left", fontsize=11)
-        axes.set_title(_summary(account, count), loc="right", fontsize=9, color="#555555")
+        axes.set_title(_summary(account, count), loc="right", fontsize=9, color="#808080")
     longest = max(account.seconds for account in accounts)
     part = f": {begin:.4g} to {end:.4g}, of up to {longest:,.4g}" if end - begin < longest else ""
     panels[-1].set_xlabel(f"simulated seconds{part}", fontsize=9)

@@ -1,6 +1,7 @@
-"""The notebooks: the same as their scripts, kept without outputs, and they run and show what they say."""
+"""The notebooks: the same as their scripts, executed without an error, and they run and show what they say."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -10,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
-
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 
 # A process of its own: what Jupyter warns of is not ours to fail on, and its event loop ends with it.
 RUN = """
-import sys, nbclient, nbformat
+import json, sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)
+for cell in notebook.cells:
+    for line, instead in json.loads(sys.argv[3]).items():
+        cell.source = cell.source.replace(line, instead)
+notebook.cells.append(nbformat.v4.new_code_cell("import notebook_values; notebook_values.check(%r, globals())" % sys.argv[4]))
 notebook.cells.append(nbformat.v4.new_code_cell("import os; print(os.getpid())"))
 nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": sys.argv[2]}}).execute()
 nbformat.write(notebook, sys.argv[2] + "/done.ipynb")
@@ -49,22 +54,39 @@ def cells(notebook):
     return [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in notebook["cells"]]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@by_notebook
 def test_pair_agrees(path):
     import jupytext
 
     script = path.with_suffix(".py")
-    assert cells(jupytext.read(path)) == cells(jupytext.read(script)), f"fix: jupytext --sync {path.name}"
+    assert cells(jupytext.read(path)) == cells(jupytext.read(script)), f"fix: tools/notebooks.py {path.stem}"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_outputs_are_stripped(path):
+@by_notebook
+def test_committed_copy_is_executed(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    for cell in notebook["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
-        assert set(cell["metadata"]) <= {"lines_to_next_cell"}  # jupytext's note of blank lines in the script
-    assert set(notebook["metadata"]) == {"jupytext", "kernelspec"}
-    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), f"fix: tools/notebooks.py {path.stem}"
+    assert len(code) <= 10  # one story
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert any("image/svg+xml" in output.get("data", {}) or "data:image/svg+xml" in str(output.get("data")) for output in outputs)
+
+
+@by_notebook
+def test_committed_copy_is_tidy(path):
+    import nbformat
+
+    specification = importlib.util.spec_from_file_location("tools_notebooks", ROOT / "tools" / "notebooks.py")
+    tool = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tool)
+    text = path.read_text(encoding="utf-8")
+    assert nbformat.writes(tool.tidy(nbformat.reads(text, 4))) == text.rstrip("\n")
+    assert str(ROOT) not in text and "/home/" not in text and "site-packages" not in text
+
+
+def test_notebooks_are_small():
+    assert sum(path.stat().st_size for path in (ROOT / "notebooks").iterdir()) < 3_000_000
 
 
 def quickstart(shown):
@@ -77,49 +99,28 @@ def quickstart(shown):
 
 
 def parameter_server(shown):
-    assert shown.kinds.count("image/png") == 5
-    table = {row[0].strip(): [float(number) for number in re.findall(r"[\d.]+|inf", row[1])] for row in rows_of(shown.text)}
-    names = ["synchronous", "2 spares", "asynchronous", "asynchronous, scaled", "DiLoCo, every 10"]
-    assert list(table) == names
-    accuracy, to_target, seconds = ({name: table[name][column] for name in names} for column in range(3))
-    assert min(accuracy[name] for name in names if name != "asynchronous") > 0.75 > 0.4 > accuracy["asynchronous"]
-    assert seconds["asynchronous"] == seconds["asynchronous, scaled"] < seconds["2 spares"] < 0.8 * seconds["synchronous"]
-    assert to_target["asynchronous, scaled"] < to_target["2 spares"] < to_target["synchronous"] < to_target["asynchronous"]
-    assert table["DiLoCo, every 10"][-1] < 0.2 * table["synchronous"][-1]  # bytes
-    assert re.search(r"^ +17 +15\.7\d +510 +30$", shown.text, re.MULTILINE)  # workers, staleness, gradients, simulated seconds
-    assert shown.markdown.count("**Borne out.**") == shown.markdown.count("\n") + 1 == 7  # each sentence of the conclusions
-
-
-def rows_of(text):
-    """Name and numbers of each way of the main table."""
-    main = text[text.index("at the same rate") : text.index("of that dropped")]
-    return re.findall(r"^(\w[\w, ]*?) +(0\.\d{3}.*)$", main, re.MULTILINE)
+    assert shown.kinds.count("image/png") == 3
+    rows = re.findall(r"^(\w[\w, /]*?) +(0\.\d{3}) +([\d.]+) +([\d.]+|never)$", shown.text, re.MULTILINE)
+    names = ["synchronous", "2 spares", "asynchronous", "asynchronous, scaled", "DiLoCo, every 10", "asynchronous, rate / 8"]
+    assert [name for name, *_ in rows] == names
 
 
 def plan_before_you_rent(shown):
     """From a plan that does not fit, by fixes that are planned, to a layout file that trains."""
     assert "ESTIMATE by XLA:CPU" in shown.html or "compiled by XLA:GPU" in shown.html
-    assert shown.html.count("<svg") == 6  # the plan's three drawings, the search's front, an array and the curve
+    assert shown.html.count("<svg") >= 6  # the plan's three drawings, the search's front, an array, the curves
     assert "DOES NOT FIT" in shown.text
     fixes = re.findall(r"^\[remat\] save = .*: (does not fit|fits), ", shown.text, re.MULTILINE)
     assert len(fixes) >= 1 and fixes[-1] == "fits"
     steps = [float(step) for step in re.findall(r"^\d+ +\w+ on .* ([\d.]+) ms +\d\.\d\d ", shown.text, re.MULTILINE)]
     assert len(steps) > 1 and steps == sorted(steps)
     assert "# Found by spmd.search for 1x4xsmall" in shown.text and "[mesh]" in shown.text
-    first, last = map(float, re.search(r"loss from ([\d.]+) to ([\d.]+)", shown.text).groups())
-    assert last < 0.5 * first
-    assert shown.markdown.count("\n- ") == 4 and "**does not fit**" in shown.markdown
 
 
 def table(markdown):
     """Name and cells of each row of the Markdown table."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if line.startswith("|")]
     return {row[0]: row[1:] for row in rows[2:]}
-
-
-def borne_out(shown, count):
-    """Each sentence of the conclusions, and no other, is what the run has shown."""
-    return shown.markdown.count("- **Borne out.**") == count and "Not borne out" not in shown.markdown
 
 
 def layouts(shown):
@@ -135,21 +136,18 @@ def layouts(shown):
     assert len({row[3] for row in rows.values()}) == 1 and max(float(row[4]) for row in rows.values()) < 1e-5
     assert float(rows["data_parallel"][3]) < 0.5  # it has learnt: at first it is log 10
     assert shown.kinds.count("image/png") == 1 and f"{sent['fsdp']:,} bytes sent by each device per step" in shown.text
-    assert borne_out(shown, 5)
 
 
 def model_parallel(shown):
     """Ticks and idle shares, as the formula has them; and one loss."""
-    assert shown.kinds.count("image/png") == 2
     idle = re.findall(r"^(\w+) +(\d+) ticks +([\d.]+)% idle, by the formula ([\d.]+)%", shown.text, re.MULTILINE)
     assert [(name, int(ticks)) for name, ticks, *_ in idle] == [("gpipe", 22), ("1f1b", 22), ("circular", 38)]
     assert [float(share) for *_, share, _ in idle] == [float(share) for *_, share in idle] == [27.3, 27.3, 15.8]
-    assert len(re.findall(r"^LayerStack of 8 layers: .* 8 microbatches: \d+ ticks, (?:27.3|15.8)% idle\.$", shown.text, re.MULTILINE)) == 3
-    assert "4 stages, 8 microbatches: 11 ticks, 27.3% idle\n0 | 0 1 2 3 4 5 6 7 . . ." in shown.text  # the wavefront
-    differences = [float(number) for number in re.findall(r"([\d.]+e-\d+) \(", shown.markdown)]
-    assert len(differences) == 3 and max(differences) < 1e-4
-    start, end = map(float, re.search(r"from ([\d.]+) to ([\d.]+), the losses", shown.markdown).groups())
-    assert end < 0.5 * start and borne_out(shown, 6)
+    assert len(re.findall(r"^LayerStack of 8 layers: .* 8 microbatches: \d+ ticks, (?:27.3|15.8)% idle\.", shown.text, re.MULTILINE)) == 3
+    differences = [float(number) for number in re.findall(r"differ by at most ([\d.]+e-\d+)", shown.text)]
+    assert len(differences) == 4 and max(differences) < 1e-4
+    start, end = map(float, re.search(r"from ([\d.]+) to ([\d.]+)\.", shown.text).groups())
+    assert end < 0.5 * start
 
 
 def on_the_wire(shown):
@@ -162,7 +160,7 @@ def on_the_wire(shown):
     assert sent[top] == sent[lost] < 0.05 * sent[exact] and sent[power] < 0.1 * sent[exact]
     assert error[exact] == 0 < error[rounded] < 2**-7 < error[bytes_] < 0.1 < min(error[3:])
     assert max(last[rounded], last[bytes_]) < 1.02 * last[exact] and last[top] < 1.2 * last[exact] < 2 * last[exact] < last[lost]
-    assert shown.kinds.count("image/png") == 1 and "int8: 3 (75.0 KiB)" in shown.text and borne_out(shown, 5)
+    assert shown.kinds.count("image/png") == 1 and "int8: 3 (75.0 KiB)" in shown.text
 
 
 def sweep_and_ensemble(shown):
@@ -174,7 +172,6 @@ def sweep_and_ensemble(shown):
     scores = [[float(loss), float(right)] for loss, right in re.findall(r"^(?:ensemble|trial \d+) +([\d.]+) +([\d.]+)", shown.text, re.M)]
     (together, *alone), accuracies = zip(*scores, strict=True)
     assert len(alone) == 3 and together < min(alone) and min(accuracies) > 0.9
-    assert borne_out(shown, 6)
 
 
 def from_distributed_tensorflow(shown):
@@ -198,7 +195,6 @@ def finetune(shown):
     assert samples[0][1] != "moo" == samples[-1][1]
     assert re.findall(r"^ +(\w+): (\w+)$", shown.text, re.MULTILINE)[-8:][0] == ("cow", "moo")
     assert "48 wide, 2 layers, 123.5 KiB read" in shown.text and shown.html.count("<svg") >= 1
-    assert borne_out(shown, 4)
 
 
 SHOWS = {
@@ -215,16 +211,32 @@ SHOWS = {
 
 
 QUICK = ("00_quickstart",)  # the others compile many programs, or long ones
+SMALLER = {  # lines that the tests replace: the plans of a small model, for a GPU with so little memory that it does not fit either
+    "05_plan_before_you_rent": {
+        "= 32_000, 1024, 24, 16, 1024, 32": "= 256, 64, 4, 4, 64, 32",
+        'target = "4xl4"': "import notebook_values; target = notebook_values.small_target(folder)",
+        '"data_parallel", "zero1", "fsdp", "pipeline"': '"data_parallel", "fsdp"',
+        "compiles=16": "compiles=4",
+    }
+}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in QUICK), id=path.name) for path in NOTEBOOKS]
 )
 def test_runs(path, tmp_path):
     environment = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"), "IPYTHONDIR": str(tmp_path / "ipython")}
-    environment |= {"SPMD_SMALL": "1", "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"}  # compiles sooner
+    environment |= {"XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"}  # compiles sooner
+    environment |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    replaced = SMALLER.get(path.stem, {})
+    assert all(path.with_suffix(".py").read_text(encoding="utf-8").count(line) == 1 for line in replaced)
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(path), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", RUN, str(path), str(tmp_path), json.dumps(replaced), path.stem],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     outputs = [

@@ -105,7 +105,7 @@ def test_moments_on_the_host_leave_the_device():
 def test_offloaded_activations_leave_the_device():
     layers = ("stack/layers",)
     saved, offloaded = plan_of(remat=spmd.Remat(("hidden",), layers)), plan_of(remat=spmd.Remat(None, layers, ("hidden",)))
-    hidden = 4 * (4096 // 8) * 1024 * 4
+    hidden = 3 * (4096 // 8) * 1024 * 4  # of 4 layers: gathered_scan runs the last one behind its loop, where its gradient comes next
     assert offloaded.memory.host == hidden and saved.memory.host == 0
     assert saved.memory.peak - offloaded.memory.peak > hidden / 2, "one layer's is on the device at a time"
     assert offloaded.timeline.host_bytes == 2 * hidden

@@ -13,6 +13,7 @@ from swept import CLASSES, FEATURES, FEEDBACK, MODELS, RATES, adam, close, label
 import spmd
 from spmd.errors import CheckpointError, OptionError
 from spmd.optimizers import skip_spikes
+from spmd.run.progress import NoProgress
 from spmd.sweeps.scheduler import SweepRunner
 from spmd.sweeps.vmapped_trials import VmappedTrials
 
@@ -228,6 +229,21 @@ def test_the_table_has_every_trial_the_best_first():
     assert len(str(swept).splitlines()) == 7
     assert swept._repr_html_().count("<tr>") == 7
     assert swept.best[0].number == rows[0]["trial"]
+
+
+def test_progress_ends_at_the_last_step(monkeypatch):
+    seen = []
+
+    class Recorded(NoProgress):
+        def start(self, step, total):
+            seen.append(total)
+
+        def update(self, step, *rest):
+            seen.append(step)
+
+    monkeypatch.setattr("spmd.sweeps.api.make_progress", lambda wanted: Recorded())
+    sweep(epochs=1)
+    assert len(seen) == 2 and seen[0] == seen[1]  # it is never due, and yet drawn at the end
 
 
 @pytest.mark.system
