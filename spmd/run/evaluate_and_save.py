@@ -52,7 +52,7 @@ class Evaluator:
         finally:
             run.history.add_evaluation(run.step, run.evaluated)
             write_record(config.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
-            config.progress.say(f"step {run.step}: " + "  ".join(f"{name} {value:.4f}" for name, value in run.evaluated.items()))
+            config.progress.evaluated(run.step, run.evaluated)
 
     def _report_unfinished(self) -> None:
         """Report an evaluation that was not completed; the resumed run repeats it."""
