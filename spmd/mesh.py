@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmd.errors import CompileError, LossError, MeshError, OptimizerError, SpmdError, did_you_mean, first_line, short_repr, type_name
 from spmd.explicit_arrays import closed_over
+from spmd.tracebacks import trims_tracebacks
 from spmd.xla import simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -137,6 +138,7 @@ def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
     return tuple((name, int(size)) for name, size in pairs)
 
 
+@trims_tracebacks
 def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *, devices: Sequence | None = None) -> Mesh:
     """A `jax.sharding.Mesh` that uses every device given, axes outermost first.
 
@@ -172,6 +174,7 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
 def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
     """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays are, and a mesh that is set would
     say so, too, for every operation. Where JAX fails on arrays that were made under one with explicit axes, a `MeshError` names them.
+    Public functions are decorated with it, so it also trims tracebacks (`spmd/tracebacks.py`).
 
     Args:
       default: the mesh that is set is the function's argument `mesh`, where none is given.
@@ -202,7 +205,7 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
                 _explain(error, (arguments, options))
                 raise
 
-        return call  # type: ignore[return-value]
+        return trims_tracebacks(call)  # type: ignore[return-value]
 
     return wrap
 

@@ -5,7 +5,7 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd.errors import OptionError, short_repr
@@ -30,7 +30,7 @@ class NoProgress:
     def _do_nothing(self, *args: Any, **options: Any) -> None:
         """Ignore the call."""
 
-    start = due = update = show = say = close = _do_nothing
+    start = due = update = show = say = evaluated = close = _do_nothing
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Nothing is shown."""
@@ -140,6 +140,10 @@ class Progress:
         """Print text that stays, wrapped between words."""
         self._console.print(text, markup=False, highlight=False)
 
+    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
+        """Show the results of an evaluation."""
+        self.say(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in results.items()))
+
     def close(self) -> None:
         """Stop drawing."""
 
@@ -239,7 +243,10 @@ class Bar(Progress):
 class NotebookBar(Bar):
     """The bar as one output of the cell, which each redraw replaces; rich's own display would need ipywidgets."""
 
-    _handle: Any = None
+    def __init__(self, console: Any, period: float):
+        super().__init__(console, period)
+        self._handle: Any = None
+        self._evaluated: dict[int, float] = {}  # losses of evaluations, by step
 
     def _begin(self) -> None:
         self._refresh()
@@ -259,12 +266,18 @@ class NotebookBar(Bar):
         """Replace the output by the bar, and a curve of the loss below it."""
         self._console.print(self._bar.get_renderable())
         html = self._console.export_html(inline_styles=False, clear=False, code_format=PRE)  # so that the page's own text colour is used
-        html += panel("loss", self._losses, {}) if len(self._losses) > 1 else ""
+        html += panel("loss", self._losses, self._evaluated) if len(self._losses) > 1 or self._evaluated else ""
         self._replace({"text/plain": self._console.export_text().strip(), "text/html": html})
 
     def say(self, text: str) -> None:
         """Print a line below the bar."""
         print(text)
+
+    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
+        """A point beside the curve, and the numbers beside the bar."""
+        self._evaluated |= {step: results["eval_loss"]} if "eval_loss" in results else {}
+        shown = [f"{name} {value:.4g}" for name, value in results.items()]
+        self._draw(int(self._bar.tasks[self._task].completed), shown, "")
 
     def close(self) -> None:
         """Keep the last state."""
