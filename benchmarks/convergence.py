@@ -1,6 +1,6 @@
 """How a small GPT learns when its gradients are sent with each codec, with and without error feedback.
 
-    JAX_PLATFORMS=cpu python benchmarks/convergence.py     # 10 minutes; writes benchmarks/results/convergence.md, docs/convergence.png
+    JAX_PLATFORMS=cpu python benchmarks/convergence.py     # 10 minutes; writes its results; then docs/building/draw.py
 
 The GPT of examples/gpt.py at its usual size (width 64, 2 blocks, 64 characters) on real text, batch 64 over 8 simulated workers,
 300 steps, no schedule, no warm-up, no `start_step`: one learning rate per optimizer, the same for all arms, the same initial
@@ -12,7 +12,6 @@ float32 all-reduce.
 
 import argparse
 import dataclasses
-import math
 import sys
 import time
 from pathlib import Path
@@ -32,7 +31,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 import gpt  # noqa: E402
 from flax import nnx  # noqa: E402
 
-PICTURE = ROOT / "docs" / "convergence.png"
 WORKERS, LAST = 8, 20
 PAIRS, EPSILON = 2048, 0.25
 
@@ -181,7 +179,7 @@ def verdict(arm: Arm, ratio: float) -> str:
     return f"within {arm.within:.0%}: " + ("ok" if ratio <= 1 + arm.within else "MISSED")
 
 
-def section(optimizer: str, arms: tuple[Arm, ...], steps: int, batch: int) -> tuple[list[str], dict[str, np.ndarray]]:
+def section(optimizer: str, arms: tuple[Arm, ...], steps: int, batch: int) -> list[str]:
     lines = [
         f"### {OPTIMIZERS[optimizer][0]}",
         "",
@@ -189,44 +187,16 @@ def section(optimizer: str, arms: tuple[Arm, ...], steps: int, batch: int) -> tu
         "|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    curves: dict[str, np.ndarray] = {}
     for arm in (arm for arm in arms if arm.codec in OPTIMIZERS[optimizer][2] and (optimizer == "adamw" or not arm.nudge)):
         losses, sent, took = train(arm, optimizer, steps, batch)
-        curves[arm.name], final = losses, float(losses[-LAST:].mean())
+        final = float(losses[-LAST:].mean())
         if arm == Arm("exact"):
             exact, dense = final, sent
         ratio = final / exact
         cells = (arm.name, f"{final:.4f}", f"{ratio:.4f}", f"{sent / dense:.4f}", verdict(arm, ratio))
         lines.append("| " + " | ".join(cells) + " |")
         print(lines[-1], f" {took:.0f} s", flush=True)
-    return [*lines, ""], curves
-
-
-def draw(sections: dict[str, dict[str, np.ndarray]]) -> None:
-    """All curves, one panel per optimizer: a codec has a colour, and dashes where there is no feedback."""
-    from matplotlib.figure import Figure
-
-    codecs = list(dict.fromkeys(arm.codec for arm in ARMS))
-    colours = dict(zip(codecs, ("#111111", "#3566c0", "#2a9d8f", "#c4571f", "#8a4fbf", "#c0304f", "#a08000"), strict=True))
-    figure = Figure(figsize=(5.4 * len(sections), 4.2), layout="constrained")
-    for axes, (optimizer, curves) in zip(np.atleast_1d(figure.subplots(1, len(sections), sharey=True)), sections.items(), strict=True):
-        for name, losses in ((name, losses) for name, losses in curves.items() if "nudged" not in name):
-            smooth = np.convolve(losses, np.full(LAST, 1 / LAST), mode="valid")
-            codec = name.split()[0]
-            dashed = "feedback" not in name and codec != "exact"
-            style = {"color": colours[codec], "linestyle": (0, (4, 2)) if dashed else "-", "linewidth": 2.4 if codec == "exact" else 1.4}
-            axes.plot(np.arange(LAST, len(losses) + 1), smooth, label=name, **style)
-        axes.set_title(OPTIMIZERS[optimizer][0].split(", gradients")[0], loc="left", fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(color="#e4e4e4", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, names = max((axes.get_legend_handles_labels() for axes in figure.axes), key=lambda pair: len(pair[0]))
-    axes.legend(handles, names, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.axes[0].set_ylabel(f"training loss, mean of {LAST} steps")
-    low = min(float(losses[-LAST:].mean()) for curves in sections.values() for losses in curves.values())
-    figure.axes[0].set_ylim(low - 0.1, math.log(gpt.VOCAB))
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
+    return [*lines, ""]
 
 
 def main() -> None:
@@ -239,10 +209,9 @@ def main() -> None:
     spmd.simulate_devices(WORKERS)
     command = f"JAX_PLATFORMS=cpu python benchmarks/convergence.py --steps {options.steps} --batch-size {options.batch_size}"
     arms = tuple(arm for arm in ARMS if not options.arms or arm.codec in ("exact", *options.arms.split(",")))
-    lines, sections = [], {}
+    lines = []
     for optimizer in options.optimizers.split(","):
-        part, sections[optimizer] = section(optimizer, arms, options.steps, options.batch_size)
-        lines += part
+        lines += section(optimizer, arms, options.steps, options.batch_size)
     lines += [*REMARKS.splitlines(), "", *ravine_report()]
     if options.arms or options.optimizers != ",".join(OPTIMIZERS):
         return
@@ -250,11 +219,8 @@ def main() -> None:
         *reported.head("Convergence, by codec", command, "jax", "flax", "optax"),
         *__doc__.strip().split("\n\n", 2)[2].split("\n"),
         "",
-        "![Loss over steps, all arms](../../docs/convergence.png)",
-        "",
     ]
     reported.write("convergence", head + lines)
-    draw({name: curves for name, curves in sections.items() if name != "slow"})
 
 
 if __name__ == "__main__":

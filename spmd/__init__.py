@@ -35,6 +35,7 @@ _NAMES = {
     "spmd.run.checkpoint": ("Checkpoint",),
     "spmd.run.history": ("History",),
     "spmd.run.step_profiler": ("Profile",),
+    "spmd.run.watch": ("Watch",),
     "spmd.sweeps.api": ("sweep",),
     "spmd.sweeps.search_space": ("log_uniform", "uniform"),
     "spmd.sweeps.successive_halving": ("Halving",),
@@ -94,6 +95,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.run.checkpoint import Checkpoint as Checkpoint
     from spmd.run.history import History as History
     from spmd.run.step_profiler import Profile as Profile
+    from spmd.run.watch import Watch as Watch
     from spmd.sweeps.api import sweep as sweep
     from spmd.sweeps.search_space import log_uniform as log_uniform, uniform as uniform
     from spmd.sweeps.successive_halving import Halving as Halving

@@ -6,7 +6,7 @@ import functools
 import html
 import logging
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
-from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
+from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean, first_line
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.planner.auto_layout import AUTO, auto_layout, check_auto
+from spmd.planner.flop_shares import executed_flops
+from spmd.planner.hlo import parse
 from spmd.planner.memory_check import check_step_memory
 from spmd.planner.model_flops import main_dtype, model_flops, trace_model
 from spmd.planner.step_profile import StepProfile, check_target, profile_of
@@ -38,7 +40,7 @@ from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, st
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
-from spmd.run.goodput import COMPILING, Goodput
+from spmd.run.goodput import COMPILING, TRAINING, Goodput
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
 from spmd.run.loop import Loop
@@ -48,7 +50,8 @@ from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
-from spmd.run.work import Work, tokens_per_row
+from spmd.run.watch import Watch, as_watch, check_watch
+from spmd.run.work import PeakSeconds, Work, tokens_per_row
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
@@ -74,6 +77,8 @@ class Result:
       compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
         trial of a sweep.
       profile: of the steps of `fit(profile=...)`; None without it, and if the profiler failed.
+      samples_per_second: examples in a second of training, of all devices; compiling, waiting for data, evaluating, saving and profiling
+        do not count. None for a trial of a sweep.
 
     Example:
       >>> import optax, spmd
@@ -92,6 +97,7 @@ class Result:
     goodput: Goodput | None = None
     compilations: Compilations | None = None
     profile: StepProfile | None = None
+    samples_per_second: float | None = None
 
     @functools.cached_property
     def model(self) -> Any:
@@ -163,6 +169,7 @@ def fit(
     check_memory: bool = True,
     compile_cache: str | Path | bool | None = None,
     profile: str | Profile | None = None,
+    watch: int | Watch | None = None,
 ) -> Result:
     """Train a Flax model over a mesh of devices, sharded by a layout file, as one compiled step.
 
@@ -209,6 +216,7 @@ def fit(
         configured, that one is used.
       profile: such as "10:15": trace the steps after the 10th up to the 15th by `jax.profiler`, and summarise them by kind and by layer
         beside what is predicted (`result.profile`); or a `Profile` with more options.
+      watch: such as 100: every 100 steps, loggers get histograms of each parameter and of its gradient; or a `Watch` with more options.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
@@ -239,7 +247,7 @@ def fit(
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         folder = agree_on_folder(folder)
         shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
-    before, hooks, outputs = compilations(), as_callbacks(callbacks), check_loggers(loggers)
+    before, hooks, outputs, watched = compilations(), as_callbacks(callbacks), check_loggers(loggers), as_watch(watch)
     options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
     source_data = data.arrays if isinstance(data, Resident) else data
     reader, display = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed), make_progress(progress)
@@ -252,22 +260,28 @@ def fit(
         saved = Path(config.path) / "layout.toml" if config is not None and resumes else None
         step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
         layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
-        (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
-    trainer = Trainer(
-        model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
-    )
-    predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
-    trainer.placed.compiling = functools.partial(account, COMPILING)
-    program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
+        if jax.process_index() == 0:
+            (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
+    visible = display if jax.process_index() == 0 else NoProgress()
+    with visible.doing("tracing"):
+        trainer = Trainer(
+            model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
+        )
+        predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
+        trainer.placed.compiling = functools.partial(_compiling, account, visible)
+        program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     measure = trainer.measure_averaged if eval_average else trainer.measure
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
+    traced_steps = range(0) if traced is None else range(traced.begin + 1, traced.end + 1)
+    check_watch(watched, program, traced_steps, recorded=bool(outputs) or config is not None)
     meta = about_run(trainer, reader, program)
     facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
-    facts |= {"profile": None if traced is None else traced.steps}
+    facts |= {"profile": None if traced is None else traced.steps, "watch": watched}
     _check_processes_agree(program, hooks, facts)
-    room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
+    with visible.doing("compiling"):
+        room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
         resumes = wants_resume(resume) or (config is not None and was_restarted())
         store = open_store(config, opened, resume=resumes)
@@ -298,18 +312,30 @@ def fit(
             data_retries=data_retries,
             profiler=profiler,
             work=work_of(program),
+            watch=watched,
         )
+        if watched is not None:
+            display.say(f"{watched}.")
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()
+    trained_before = account.goodput[TRAINING]
     loop.train()
-    run = loop.run
+    run, seconds = loop.run, account.goodput[TRAINING] - trained_before
     _warn_of_unsynced_steps(program.clock.declared if program.clock is not None else None, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
     of_steps = None if profiler is None else profiler.profile
-    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps)
+    rate = run.samples / seconds if seconds > 0 else None
+    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)
+
+
+@contextlib.contextmanager
+def _compiling(account: TimeAccount, display: Any) -> Iterator[None]:
+    """Around the compilation of a program."""
+    with display.doing("compiling"), account(COMPILING):
+        yield
 
 
 def work_of(program: Program) -> Work:
@@ -317,11 +343,16 @@ def work_of(program: Program) -> Work:
     mesh = program.placed.mesh
     target = of_device(mesh.devices.flat[0].device_kind)
 
-    def seconds(target: Target) -> float:
-        jaxpr = trace_model(program)
-        return model_flops(jaxpr) / program.rows / (mesh.size * target.rate(main_dtype(jaxpr)))
+    def measure(target: Target) -> PeakSeconds:
+        jaxpr, executed = trace_model(program), 0.0
+        try:
+            executed = mesh.size * executed_flops(parse(program.compiled_text()), MeshSpec.parse(mesh))
+        except Exception as error:  # whatever a program has that is not expected; training does not depend on it
+            logging.getLogger("spmd").warning("HFU is not known: the compiled step cannot be read: %s", first_line(error))
+        model, a_row = model_flops(jaxpr), program.rows * mesh.size * target.rate(main_dtype(jaxpr))
+        return PeakSeconds(min(model, executed or model) / a_row, executed / a_row)
 
-    return Work(tokens_per_row(program), functools.partial(seconds, target) if target else None)
+    return Work(tokens_per_row(program), functools.partial(measure, target) if target else None)
 
 
 def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:

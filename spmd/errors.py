@@ -385,7 +385,12 @@ def how_to_install(extra: str) -> str:
     >>> how_to_install("export")
     "in the checkout of spmd: pip install '.[export]'"
     """
-    return f"in the checkout of spmd: pip install '.[{extra}]'"
+    return f"in the checkout of spmd: {pip_install(extra)}"
+
+
+def pip_install(extra: str) -> str:
+    """The same command, where it is said that it is for the checkout."""
+    return f"pip install '.[{extra}]'"
 
 
 __getattr__ = moved(globals(), {"RoomError": "DeviceMemoryError", "AbsentError": "RendezvousTimeout"})

@@ -241,12 +241,13 @@ class Trainer:
 
     @outside_of_mesh()
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
-        """The state of a step, and in words what of the codecs' memory did not fit."""
+        """The state of a step, and in words what of the optimizer's wrappers and of the codecs' memory did not fit."""
         with reader.naming_errors(step):
             layout = loads(reader.meta(step)["layout"])
         check_sync_schedule(layout.parameter_server, self.layout.parameter_server, step)
         check_same_trained(layout, self.layout, step)
-        return reader.restore(step, self.abstract_state, self._placed.init_memory, self._placed.packing)
+        placed = self._placed
+        return reader.restore(step, self.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
 
     @property
     def packing(self) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from spmd import viz
 from spmd.api import Result
 from spmd.errors import MeshError, OptionError
 from spmd.nn.schedule import make_schedule
+from spmd.render.colour import paint
 from spmd.render.html import aligned, filled
 from spmd.run.history import History
 from spmd.sweeps.config import Trial
@@ -72,6 +73,46 @@ def test_tables_fit_the_terminal(monkeypatch):
         assert max(map(len, str(table).splitlines())) <= 60, str(table)
     monkeypatch.delenv("COLUMNS")
     assert max(map(len, str(trainer.summary()).splitlines())) > 90
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_summary_of_equal_blocks_by_width(width, monkeypatch, golden):
+    monkeypatch.setenv("COLUMNS", str(width))
+    block = {"attention": {"query": {"kernel": jax.numpy.zeros((64, 64)), "bias": jax.numpy.zeros(6)}}}
+    params = {"embed": jax.numpy.zeros((50, 64)), "blocks": [block] * 12, "stages": [{"layers": [block] * 3}] * 4, "last": [block] * 2}
+    model = spmd.FunctionalModel(lambda key: params, lambda params, x: x @ params["blocks"][0]["attention"]["query"]["kernel"])
+    layout = spmd.Layout(params=(spmd.Rule("blocks/7/**/kernel", ("data",)),), name="mine")
+    trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh="data=8", layout=layout)
+    assert max(map(len, trainer.summary().splitlines())) <= width
+    golden(f"summary_of_equal_blocks_{width}", str(trainer.summary()))
+
+
+def test_words_are_not_split():
+    lines = aligned([("what", "where"), ("reduce_scatter", "672.0 KiB of blocks/0/attention/query/kernel")], width=34)
+    assert lines == [
+        "what            where",
+        "reduce_scatter  672.0 KiB of",
+        " " * 16 + "blocks/0/",
+        " " * 16 + "attention/query/",
+        " " * 16 + "kernel",
+    ]
+    assert filled("a/very/long/path and words", width=8) == "a/very/\n  long/\n  path\n  and\n  words"
+
+
+@pytest.mark.parametrize("environment, terminal, coloured", [
+    ({}, True, True), ({}, False, False), ({"TERM": "dumb"}, True, False), ({"NO_COLOR": "1"}, True, False), ({"NO_COLOR": ""}, True, True),
+    ({"FORCE_COLOR": "1"}, False, True), ({"FORCE_COLOR": "1", "TERM": "dumb"}, False, True),
+    ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+])  # fmt: skip
+def test_colours_are_for_terminals_that_want_them(environment, terminal, coloured, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = types.SimpleNamespace(isatty=lambda: terminal)
+    painted = paint("DOES NOT FIT: much\n  fits: no\nfits: it", {"fits": "green", "DOES NOT FIT": "red"}, stream)
+    marked = "\x1b[1;31mDOES NOT FIT\x1b[0m: much\n  fits: no\n\x1b[1;32mfits\x1b[0m: it"
+    assert painted == (marked if coloured else "DOES NOT FIT: much\n  fits: no\nfits: it")
 
 
 def sweep():

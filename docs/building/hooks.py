@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: fences with notes, files outside of docs/ as pages, and a check that browsers fetch nothing elsewhere.
+"""Hooks of MkDocs: pictures, fences with notes, files outside of docs/ as pages, and a check that browsers fetch nothing elsewhere.
 
 `mkdocs.yml` names this file; `mkdocs build --strict` fails if a check fails.
 """
@@ -11,16 +11,31 @@ from pathlib import Path
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
 
-sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file alone
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # MkDocs loads this file alone
+import draw
 import notebook_pages
+
+from spmd.layout.toml_reader import load, shipped
+from spmd.render.html import STYLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", "": "text"}  # shown as a page each
+SEARCH_BOOSTS = {
+    "cookbook/": 2,
+    "troubleshooting.md": 2,
+    "from_": 0.8,
+    "reference/": 0.5,
+    "examples/": 0.3,
+    "renamed.md": 0.2,
+}  # by the beginning of a page
+UNSEARCHED = ("benchmarks/", "cookbook/index.md")  # logs, and a list of headings
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
 _HIDDEN = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _OUTSIDE = re.compile(r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""", re.IGNORECASE)
+_PICTURE = re.compile(r'<img\b(?=[^>]*\bsrc="(?:\.\./)*pictures/(\w+)\.svg")[^>]*>')
+_GALLERY = "<!-- every shipped layout -->"
 _NOTEBOOK = re.compile(r'(<li><a href="notebooks/(\w+)\.html">)(.*?</a>)')
 _PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
 
@@ -46,7 +61,17 @@ def shown_as(path: str) -> str:
 
 
 def on_files(files, config):
-    """Add the files outside of docs/ that pages link to."""
+    """Add the style of pictures, and the files outside of docs/ that pages link to.
+
+    Raises:
+      PluginError: a picture is not what is drawn now.
+    """
+    files.append(File.generated(config, "building/cells.css", content=STYLE))
+    for name in draw.ON_SITE:
+        files.append(File.generated(config, f"pictures/{name}.svg", content=draw.file_text(name)))
+    stale = [name for name in draw.NAMES if not _is_drawn(name)]
+    if stale:
+        raise PluginError(f"docs/pictures/: {', '.join(stale)} are not what is drawn; python docs/building/draw.py")
     pending = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
     added = set()
     while pending:
@@ -77,6 +102,22 @@ def on_files(files, config):
     return files
 
 
+def _is_drawn(name: str) -> bool:
+    path = draw.FOLDER / f"{name}.svg"
+    return path.is_file() and path.read_text(encoding="utf-8") == draw.file_text(name)
+
+
+def _gallery() -> str:
+    """A heading, a picture and when to use it, for each shipped layout."""
+    cards = []
+    for name in shipped():
+        layout = load(name)
+        text = f"### {name}\n\n![What each of 8 devices holds under {name}](pictures/layout_{name}.svg)\n\n"
+        text += f"{layout.description}\n\n**Use it when:** {layout.use_when}"
+        cards.append(f'<div class="card" markdown="1">\n\n{text}\n\n</div>')
+    return '<div class="cards" markdown="1">\n\n' + "\n\n".join(cards) + "\n\n</div>"
+
+
 def _listing(path: str) -> str:
     names = sorted(file.name for file in (ROOT / path).iterdir() if file.is_file() and file.suffix in (".py", ".md", ".ipynb"))
     return f"# {path}\n\n" + "\n".join(f"- [{name}]({name})" for name in names) + "\n"
@@ -86,6 +127,8 @@ def on_page_markdown(markdown, page, config, files):
     """Rewrite links into the repository, place pairs of programs side by side, and remove notes from fences."""
     uri = page.file.src_uri
     generated = page.file.generated_by is not None
+    boost = next((boost for begin, boost in SEARCH_BOOSTS.items() if uri.startswith(begin)), 1)
+    page.meta.setdefault("search", {"exclude": uri.startswith(UNSEARCHED), "boost": boost})
     here = f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}" if generated else uri
 
     def link(match):
@@ -98,6 +141,7 @@ def on_page_markdown(markdown, page, config, files):
             return f"{mark}[{text}]({target}{anchor or ''})"
         return f"{mark}[{text}]({posixpath.relpath(shown_as(path), posixpath.dirname(uri) or '.')}{anchor or ''})"
 
+    markdown = markdown.replace(_GALLERY, _gallery()) if _GALLERY in markdown else markdown
     if not generated:
         markdown = _HIDDEN.sub("", markdown)
     markdown = _LINK.sub(link, markdown)
@@ -125,6 +169,15 @@ def _side_by_side(match) -> str:
         return f'<div markdown="1">\n<p class="title">{title}</p>\n\n{text}\n</div>'
 
     return f'<div class="pair" markdown="1">\n{column("TensorFlow 1.x", left)}\n{column("spmd", right)}\n</div>\n'
+
+
+def on_post_page(output, page, config):
+    """Put pictures into the page, so that they have its colours; search does not read them."""
+
+    def picture(match):
+        return f'<span class="spmd-cell picture">{draw.drawn(match[1])}</span>'
+
+    return _PICTURE.sub(picture, output)
 
 
 def on_post_build(config):

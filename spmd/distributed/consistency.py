@@ -1,15 +1,19 @@
 """Before anything is compiled, all processes check that they are about to run the same program with the same options."""
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
+from spmd import errors
 from spmd.distributed import coordination
+from spmd.distributed.watchdog import current
 from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
 Result = TypeVar("Result")
@@ -94,6 +98,52 @@ def raise_everywhere(action: Callable[[], Result], error: type[SpmdError], failu
     if first_error:
         raise error(first_error) from raised
     return cast(Result, result)
+
+
+def from_first_process(action: Callable[[Callable[[], None]], str], doing: str, timeout: float = 1800.0) -> str:
+    """The text that `action` returns in process 0, in all processes; all call it, in the same order. The others wait, and say so.
+
+    Args:
+      action: run in process 0 only; it calls its argument whenever it has advanced.
+      doing: what process 0 does, for the line that the others print.
+      timeout: seconds without such a call after which the others give up.
+
+    Raises:
+      SpmdError: what `action` raises; in all processes, of the same kind and with the same text.
+      RendezvousTimeout: process 0 does not advance.
+    """
+    if not coordination.is_initialized():
+        return action(lambda: None)
+    path, (rank, _, _) = f"first/{next(_call_numbers)}", coordination.process_info()
+    watch, advances = current(), itertools.count(1)
+
+    def advance() -> None:
+        watch.record_progress(watch.phase, watch.step)
+        coordination.put(f"{path}/advance", str(next(advances)))
+
+    if rank == 0:
+        try:
+            text = action(advance)
+        except SpmdError as error:
+            coordination.put(f"{path}/end", json.dumps([type(error).__name__, str(error)]))
+            raise
+        coordination.put(f"{path}/end", json.dumps(["", text]))
+        return text
+    sys.stderr.write(f"spmd {rank}: waits for process 0: {doing}\n")
+    deadline, seen = time.monotonic() + timeout, ""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            kind, text = json.loads(coordination.get(f"{path}/end", 1.0))
+            break
+        if (advanced := coordination.read_dir(f"{path}/").get("advance", "")) != seen:
+            seen, deadline = advanced, time.monotonic() + timeout
+            watch.record_progress(watch.phase, watch.step)
+        if time.monotonic() > deadline:
+            why = f"{doing}: process 0 has not advanced for {timeout:g} s."
+            raise RendezvousTimeout(why, fix="the log of process 0.")
+    if kind:
+        raise getattr(errors, kind, SpmdError)(text)
+    return text
 
 
 def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:

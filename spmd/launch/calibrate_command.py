@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError
-from spmd.launch.plan_command import show_progress
+from spmd.launch.progress_line import show_progress
 from spmd.user_paths import output_path
 
 

@@ -1,4 +1,4 @@
-"""The `spmd` command: layouts, plans, search, profiles, calibration, processes, benchmarks of data, fine-tuning, generation.
+"""The `spmd` command: layouts, plans, search, profiles, calibration, processes, benchmarks of data, fine-tuning, generation, a doctor.
 
     spmd layouts
     spmd layouts show fsdp
@@ -11,6 +11,7 @@
     spmd data bench "train-*.csv" --batch-size 128 --step-ms 20
     spmd finetune llama --data my.jsonl --layout fsdp --out tuned
     spmd generate tuned --prompt "Once upon a time"
+    spmd doctor
 
 `check` uses no device: it needs only the sizes of the mesh and the shapes of the model.
 """
@@ -25,15 +26,16 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
-from spmd.launch import calibrate_command, data_command, finetune_command, generate_command, launch_command, plan_command, profile_command
-from spmd.layout.toml_reader import load, load_registered, shipped
+from spmd.launch import doctor_command
+from spmd.launch.doctor_checks import spmd_version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 for success, 2 for an error, without a traceback; `launch` returns that of the job."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     separator = argv.index("--") if "--" in argv else len(argv)
-    options = _parser().parse_args(argv[:separator])
+    parser = _parser(argv[:1])
+    options = parser.parse_args(argv[:separator] or ["--help"])
     options.rest = argv[separator + 1 :]  # for a script that the command runs
     try:
         result = options.run(options)
@@ -75,9 +77,37 @@ def _line_of(error: SpmdError) -> str:
     return "" if place in str(error) else place
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="spmd", description="Train Flax models on many devices, sharded by a layout file.")
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest command for one that there is not."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action.choices, dict) and value not in action.choices:
+            raise argparse.ArgumentError(None, f'there is no command "{value}": {did_you_mean(str(value), action.choices)}')
+        super()._check_value(action, value)
+
+
+def _parser(first: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands; `first` is the one that was given: the doctor does not need the others, which import jax."""
+    parser = _Parser(prog="spmd", description="Train Flax models on many devices, sharded by a layout file.")
+    parser.add_argument("--version", action="version", version=f"spmd {spmd_version()}")
     top = parser.add_subparsers(required=True, metavar="COMMAND")
+    if list(first) != ["doctor"]:
+        _add_commands(top)
+    doctor_command.add_to(top)
+    return parser
+
+
+def _add_commands(top: Any) -> None:
+    from spmd.launch import (
+        calibrate_command,
+        data_command,
+        finetune_command,
+        generate_command,
+        launch_command,
+        plan_command,
+        profile_command,
+    )
+
     layouts = top.add_parser("layouts", help="list, show and check layouts")
     layouts.set_defaults(run=_list)
     commands = layouts.add_subparsers(metavar="COMMAND")
@@ -94,23 +124,21 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's)")
     check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; required for a linen module")
     check.set_defaults(run=_check)
-    plan_command.add_to(top)
-    calibrate_command.add_to(top)
-    profile_command.add_to(top)
-    launch_command.add_to(top)
-    data_command.add_to(top)
-    finetune_command.add_to(top)
-    generate_command.add_to(top)
-    return parser
+    for command in (plan_command, calibrate_command, profile_command, launch_command, data_command, finetune_command, generate_command):
+        command.add_to(top)
 
 
 def _list(options: argparse.Namespace) -> str:
+    from spmd.layout.toml_reader import load, shipped
+
     del options
     width = max(map(len, shipped()), default=0)
     return "\n".join(f"{name.ljust(width)}  {load(name).description}" for name in shipped())
 
 
 def _show(options: argparse.Namespace) -> str:
+    from spmd.layout.toml_reader import shipped
+
     known = shipped()
     if options.name not in known:
         raise LayoutError(f'no layout "{options.name}" is shipped.', fix=f"{did_you_mean(options.name, known)}")
@@ -118,12 +146,12 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _check(options: argparse.Namespace) -> str:
-    # jax takes a second to import, and the other commands do without
     from jax.sharding import AbstractMesh
 
     from spmd.data.batches import check_batch
     from spmd.layout.check import fit_layout
     from spmd.layout.summary import summary
+    from spmd.layout.toml_reader import load_registered
     from spmd.models.wrap import wrap
     from spmd.sync.gradient_sync import GradientSync
     from spmd.sync.mesh_axes import MeshAxes
@@ -187,8 +215,10 @@ def _batch(text: str) -> dict[str, Any]:
     """
     import jax
 
+    from spmd.launch.data_command import declared_arrays
+
     leaves = {}
-    for name, dtype, shape in data_command.declared_arrays("--batch", text, '"x=float32[8,28,28,1]"'):
+    for name, dtype, shape in declared_arrays("--batch", text, '"x=float32[8,28,28,1]"'):
         try:
             leaves[name] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
         except TypeError as error:

@@ -11,9 +11,11 @@ from typing import Any
 
 from spmd.deprecated import warn
 from spmd.errors import OptionError
+from spmd.launch.progress_line import show_progress
 from spmd.launch.script_fit import call_at_fit
 from spmd.layout.toml_reader import load_registered
 from spmd.planner.target import Cluster, load as load_target, shipped
+from spmd.render.colour import paint
 from spmd.user_paths import output_path
 
 FOUND_NOTHING = 2  # the exit code of a search in which nothing fits
@@ -114,8 +116,11 @@ def _plan(options: argparse.Namespace) -> str:
     if any(length.values()) and others not in ([], ["json"]):
         raise OptionError(f"the cost of a run is printed after the report, which --{others[0]} replaces.", fix="one of the two.")
     path = output_path(options.save, *REPORT, overwrite=True) if options.save else None  # before the script runs
-    result = plan(**_step_arguments(options), timeout=options.timeout, say=show_progress)
+    step, script_steps = _step_arguments(options)
+    result = plan(**step, timeout=options.timeout, say=show_progress)
     show_progress("")
+    if not any(length.values()) and not others:
+        length["steps"] = script_steps
     cost = result.cost(**length) if any(length.values()) else None
     sections = {"Cost of a run": str(cost)} if cost else {}
     if options.fixes:
@@ -135,7 +140,8 @@ def _plan(options: argparse.Namespace) -> str:
         return result.placements()
     if options.json:
         return result.to_json(**({"cost": cost.figures} if cost else {}))
-    return with_sections(str(result), sections)
+    colour = {"fits": "green", "tight": "yellow", "DOES NOT FIT": "red"}[result.memory.word]
+    return paint(with_sections(str(result), sections), {result.memory.word: colour}, sys.stdout)
 
 
 def _search(options: argparse.Namespace) -> str | int:
@@ -147,20 +153,21 @@ def _search(options: argparse.Namespace) -> str | int:
     chosen_layouts(candidates)  # before the script runs
     path = output_path(options.save, "a layout file", (".toml",), overwrite=options.overwrite) if options.save else None
     searched = ("layout", "mesh", "accumulate")
-    step = {name: value for name, value in _step_arguments(options).items() if name not in searched}
+    step = {name: value for name, value in _step_arguments(options)[0].items() if name not in searched}
     chosen = {"compiles": options.compiles, "max_seconds": options.max_seconds, "compiler_options": options.compiler_options}
     result = search(**step, candidates=candidates, **chosen, timeout=options.timeout, say=show_progress)
     show_progress("")
+    text = f"{result}\n\n{result.conclusion()}"
     if not result.plans:
-        print(result)
+        print(paint(text, {result.verdict.partition(" ")[0]: "red"}, sys.stdout))
         return FOUND_NOTHING
     if path is not None:
         print(f"wrote {result.save(path, overwrite=options.overwrite)}", file=sys.stderr)
-    return str(result)
+    return paint(text, {"best": "green"}, sys.stdout)
 
 
-def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The step that a script trains on the target, as arguments of `spmd.plan`.
+def _step_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], int | None]:
+    """The step that a script trains on the target, as arguments of `spmd.plan`, and how many it trains, if that is known.
 
     Raises:
       SpmdError: an option is invalid; there is no such script, or it does not call `spmd.fit`. Options are checked before the script
@@ -190,16 +197,12 @@ def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
     reading = {"shuffle": arguments.get("shuffle"), "seed": arguments.get("seed", 0), "short_ok": True}  # a plan needs only shapes
     reader = as_source(data, batch_size=arguments.get("batch_size"), **reading)
     planned = ("model", "metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
-    return {"batch": reader.sample(), "target": cluster, **{name: arguments[name] for name in planned if name in arguments}}
+    step = {"batch": reader.sample(), "target": cluster, **{name: arguments[name] for name in planned if name in arguments}}
+    epochs = arguments.get("epochs") or 1
+    return step, arguments.get("steps") or (epochs * reader.steps_per_epoch if reader.steps_per_epoch else None)
 
 
 def _arguments(fit: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `fit`, which is not made."""
     del fit
     return arguments
-
-
-def show_progress(line: str) -> None:
-    """Show progress in one line of a terminal; "" clears it."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line[:120]}", end="", file=sys.stderr, flush=True)

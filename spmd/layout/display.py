@@ -33,6 +33,7 @@ def html_table(layout: Layout) -> Html:
     title, _, rest = one_line(layout).partition(":")
     words = f"<p><b>{html.escape(title)}</b>:{html.escape(rest)}</p>"
     described = f"<p>{html.escape(layout.description)}</p>" if layout.description else ""
+    described += f"<p>Use it when: {html.escape(layout.use_when)}</p>" if layout.use_when else ""
     toml = folded("as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>")
     columns = [column for column in zip(COLUMNS, *_rows(layout), strict=True) if any(column[1:])]
     header, *rows = zip(*columns, strict=True)

@@ -151,6 +151,7 @@ class Layout:
     train: Train = Train()  # noqa: RUF009
     adapters: tuple[Adapter, ...] = ()  # paths are of modules
     compiler: Compiler = Compiler()  # noqa: RUF009
+    use_when: str = ""
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
 

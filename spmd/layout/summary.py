@@ -4,6 +4,7 @@ import html
 import math
 
 from spmd.layout.resolve import Resolved
+from spmd.render.collapse import collapsed
 from spmd.render.html import Text, aligned, filled, framed, table
 from spmd.specs import spec_text
 from spmd.tree import describe, format_bytes
@@ -28,7 +29,7 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
 
 def summary(resolved: Resolved) -> Text:
     """The table, its totals and notes, as text, or as HTML in a notebook."""
-    body = rows(resolved)
+    body = collapsed(rows(resolved))
     declared = resolved.layout.gradients
     gradients = f"gradients by {declared.reduction}, codec {declared.codec}"
     gradients += f" ({len(declared.rules)} rules)" if declared.rules else ""

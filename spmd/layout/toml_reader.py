@@ -120,6 +120,7 @@ class _Reader(Tables):
         layout = Layout(
             name=name,
             description=self.value(data, "", "description", "", str),
+            use_when=self.value(data, "", "use_when", "", str),
             mesh=self.mesh(self.table(data, "mesh")),
             batch=self.batch(self.table(data, "batch")),
             params=self.rules(data, "params"),

@@ -26,7 +26,8 @@ TABLES = (
 
 def dumps(layout: Layout) -> str:
     """The TOML text of a layout; only what differs from the defaults is written."""
-    blocks = [[f"description = {_value(layout.description)}"]] if layout.description else []
+    words = [f"{key} = {_value(value)}" for key in ("description", "use_when") if (value := getattr(layout, key))]
+    blocks = [words] if words else []
     if layout.mesh:
         blocks.append(["[mesh]", *(f"{axis} = {size}" for axis, size in layout.mesh)])
     if layout.batch != Batch():

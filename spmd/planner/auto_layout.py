@@ -1,5 +1,6 @@
 """`fit(layout="auto")`: the layout that a search finds for the devices that are here."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -10,12 +11,14 @@ import jax
 from jax.sharding import Mesh
 
 from spmd.data.batches import check_leaves
+from spmd.distributed.consistency import from_first_process
 from spmd.errors import OptionError
 from spmd.layout.schema import Layout
+from spmd.layout.toml_reader import loads
 from spmd.mesh import MeshSpec
 from spmd.planner.layout_search import search
 from spmd.planner.search_result import FOUND
-from spmd.planner.target import Cluster, cluster_of
+from spmd.planner.target import Cluster, cluster_of, nearest_cluster
 from spmd.train.model_setup import check_numbers
 from spmd.tree import Tree, abstract
 
@@ -38,7 +41,7 @@ class Chosen(NamedTuple):
 
 
 def devices_here() -> Cluster:
-    """The devices of this process as a target.
+    """The devices of all processes as a target.
 
     Raises:
       OptionError: no target that is shipped describes them.
@@ -50,8 +53,12 @@ def devices_here() -> Cluster:
     devices = jax.devices()
     cluster = cluster_of(devices)
     if cluster is None:
-        fix = 'spmd calibrate --out mine.toml, then spmd search SCRIPT --target 8xmine.toml --save layout.toml, and layout="layout.toml".'
-        raise OptionError(f'layout="auto": no target describes {devices[0].device_kind}.', fix=fix)
+        near, fix = nearest_cluster(devices), "name a layout."
+        if near is not None:
+            like, here = near.target.name, f"{near.nodes}x{near.devices}xhere.toml"
+            search = f'spmd search SCRIPT --target {here} --save mine.toml, and layout="mine.toml"'
+            fix = f"spmd calibrate --out here.toml --like {like} ({near.target.title} has the nearest name), then {search}; or {fix}"
+        raise OptionError(f'layout="auto": no target that is shipped describes {devices[0].device_kind}.', fix=fix)
     return cluster
 
 
@@ -59,7 +66,7 @@ def check_auto(mesh: Any, precision: str, accumulate: int) -> None:
     """Refuse what `layout="auto"` chooses.
 
     Raises:
-      OptionError: a mesh or a number of microbatches is given, or is none; or there are several processes.
+      OptionError: a mesh or a number of microbatches is given, or is none.
     """
     check_numbers(precision, accumulate)
     if mesh is not None:
@@ -69,9 +76,6 @@ def check_auto(mesh: Any, precision: str, accumulate: int) -> None:
         raise OptionError(f'layout="auto" chooses the mesh as well, and {MeshSpec.parse(mesh)} is given.', fix=fix)
     if accumulate != 1:
         raise OptionError('layout="auto" chooses accumulate as well.', fix="leave accumulate out, or name a layout.")
-    if jax.process_count() > 1:
-        fix = 'spmd search SCRIPT --target 2x8xh100 --save mine.toml, as for your devices, then layout="mine.toml".'
-        raise OptionError(f'layout="auto" searches in one process, and here are {jax.process_count()}.', fix=fix)
 
 
 def auto_layout(
@@ -86,17 +90,35 @@ def auto_layout(
     saved: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Chosen:
-    """The layout for the devices that are here, and the number of microbatches.
+    """The layout for the devices that are here, and the number of microbatches. Process 0 searches, and all processes get the same.
 
     Args:
       sample: a batch, or its shapes; the others as of `plan`.
       saved: the file that an earlier run has written. If it is there, and for as many devices, nothing is searched.
-      say: called with the lines of the search.
+      say: called with the lines of the search, in process 0.
 
     Raises:
       OptionError: nothing fits, or no target describes the devices.
+      SpmdError: what `search` raises; in all processes, with the same text.
+      RendezvousTimeout: process 0 compiles nothing new for half an hour.
     """
-    here, rows = devices_here(), check_leaves(abstract(sample), "the batch")
+    options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
+
+    def choose(report: Callable[[], None]) -> str:
+        def say_and_report(line: str) -> None:
+            report()
+            say(line)
+
+        chosen = _choose(model, sample, saved, say_and_report, **options)
+        return json.dumps([chosen.layout.name, *chosen[1:]])
+
+    name, accumulate, text, line = json.loads(from_first_process(choose, 'it searches for a layout (layout="auto")'))
+    return Chosen(loads(text, 'layout="auto"', name), accumulate, text, line)
+
+
+def _choose(model: Any, sample: Tree, saved: Path | None, say: Callable[[str], None], **options: Any) -> Chosen:
+    """What was saved, if it is for such a step on as many devices; else what a search finds."""
+    here, rows, precision = devices_here(), check_leaves(abstract(sample), "the batch"), options["precision"]
     if saved is not None and saved.is_file():
         layout, text = Layout.load(saved), saved.read_text(encoding="utf-8")
         accumulate, why = _accumulate(text, rows, precision), ""
@@ -107,8 +129,9 @@ def auto_layout(
         else:
             return Chosen(layout, accumulate, text, f'layout="auto": that of {saved}.')
         say(f'layout="auto": {saved} is not used, because {why}.')
-    options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
     result = search(model, abstract(sample), target=here, compiles=COMPILES, say=lambda line: say(f'layout="auto": {line}'), **options)
+    if result.interrupted:
+        raise KeyboardInterrupt
     text, best = result.to_toml(), result.plans[0][0]
     return Chosen(best.layout, best.accumulate, text, f'layout="auto": {best}')
 

@@ -61,7 +61,7 @@ def array_drawing(path: str, leaf: Any) -> Html:
         sizes = [size // count for size, count in zip(leaf.shape, counts, strict=True)]
         ends = zip(index, counts, sizes, strict=True)
         ranges = [":" if count == 1 else f"{at * size}:{(at + 1) * size}" for at, count, size in ends]
-        names = _ranges(devices)
+        names = device_ranges(devices)
         title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {names}"
         x, y = column * width, row * height
         parts.append(box(x + gap, y + gap, width - 2 * gap, height - 2 * gap, COLOURS[number % len(COLOURS)], title))
@@ -74,10 +74,10 @@ def array_drawing(path: str, leaf: Any) -> Html:
     return framed(f"<p>{html.escape(label)}</p>{svg((row + 1) * height, parts, label)}")
 
 
-def _ranges(devices: Iterable[int]) -> str:
+def device_ranges(devices: Iterable[int]) -> str:
     """Numbers as text, consecutive ones as a range.
 
-    >>> _ranges([0, 1, 2, 3, 8, 10])
+    >>> device_ranges([0, 1, 2, 3, 8, 10])
     '0-3, 8, 10'
     """
     runs: list[list[int]] = []

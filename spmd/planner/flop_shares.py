@@ -39,6 +39,8 @@ class FlopShares:
 
     def __str__(self) -> str:
         """A line or two; causes of less than a thousandth of what is executed are left out."""
+        if not self.executed:
+            return NOTHING_BEYOND
         causes = {cause: flops for cause, flops in self.beyond.items() if abs(flops) >= 0.001 * self.executed}
         shares = [f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}" for cause, flops in causes.items()]
         lines = [f"executed beyond the model's: {', '.join(shares)}."] if max(causes.values(), default=0.0) > 0 else []
@@ -68,6 +70,11 @@ def flop_shares(
     # XLA may merge a product with its repetition, and keep the repetition's scope.
     beyond[RECOMPUTED] -= min(beyond[RECOMPUTED], max(model / PASSES - forward, 0.0))
     return FlopShares(executed, model, beyond | {OTHER: executed - model - sum(beyond.values())}, masked, empty)
+
+
+def executed_flops(module: Module, mesh: MeshSpec) -> float:
+    """FLOPs of all products that one device of a mesh executes in a compiled program, as HFU counts them; 0 of a module without any."""
+    return sum(found.flops for found in _Walk(module, Variance(module, mesh), ()).products(module.entry))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,10 @@ from spmd.planner.text_report import costs_text, headline, seconds, step_time, t
 from spmd.planner.timeline import Span
 from spmd.planner.traffic import traffic_rows
 from spmd.render.html import Html, document, folded, framed, table
-from spmd.render.svg import WIDTH, box, caption, legend, on_box, svg
+from spmd.render.svg import WIDTH, box, caption, key, on_box, strip, svg
 from spmd.tree import format_bytes
 
+VISIBLE = 2  # SVG units: the least width of what is in use
 SHOWN = 64  # at most this many nodes, and devices of a node, are drawn
 MEMORY = {  # in a device's memory: what is drawn, and its colour
     "parameters": "a", "frozen": "k", "optimizer": "c", "exchange": "d", "statistics": "f", "batch": "e", "constants": "g", "fresh": "h",
@@ -32,7 +33,7 @@ def page(plan: PlanData, more: Mapping[str, str]) -> str:
 def fragment(plan: PlanData) -> Html:
     """The report for a notebook's cell."""
     *compiler, title, _ = map(html.escape, headline(plan).split("\n"))
-    kind = "bad" if not plan.fits else "tight" if plan.memory.verdict.startswith("tight") else ""
+    kind = {"DOES NOT FIT": "bad", "tight": "tight"}.get(plan.memory.word, "")
     pipelines = "".join(f"<h2>{html.escape(name)}</h2><pre>{html.escape(str(schedule))}</pre>" for name, schedule in plan.schedules.items())
     communication = f'<div class="wide">{table(*traffic_rows(plan.traffic))}</div>'
     lines = [
@@ -60,15 +61,15 @@ def memory_bar(plan: PlanData) -> str:
     sizes = memory.per_device | {"gradients": gradients, "activations and copies": memory.temporaries - gradients}
     sizes["beside"] = memory.expected - memory.peak
     scale = WIDTH / max(memory.capacity, memory.expected)
-    x, parts = 0.0, []
-    shown = [name for name in MEMORY if sizes[name]]
-    for number, name in enumerate(shown):
-        title = f"{TITLES.get(name, name)}: {format_bytes(sizes[name])}"
-        parts.append(box(x, 8, sizes[name] * scale, 26, MEMORY[name], title))
-        parts.append(legend(number % 3 * 320, 58 + number // 3 * 20, MEMORY[name], title))
-        x += sizes[name] * scale
-    parts.append(f'<rect x="0" y="8" width="{memory.capacity * scale:.1f}" height="26" fill="none" stroke="var(--ink)"/>')
-    return svg(66 + (len(shown) - 1) // 3 * 20, parts, f"memory: {memory.verdict}")
+    x, parts, keys = 0.0, [], []
+    for name in (name for name in MEMORY if sizes[name]):
+        title, width = f"{TITLES.get(name, name)}: {format_bytes(sizes[name])}", max(sizes[name] * scale, VISIBLE)
+        parts.append(box(x, 6, width, 26, MEMORY[name], title))
+        keys.append(key(MEMORY[name], title))
+        x += width
+    parts.append(f'<path d="M0 4h{memory.capacity * scale:.1f}v30h-{memory.capacity * scale:.1f}z" class="outline"/>')
+    keys.append(key("", f"a device has {format_bytes(memory.capacity)}"))
+    return strip(38, parts, f"memory: {memory.verdict}") + f"<p>{''.join(keys)}</p>"
 
 
 def mesh_drawing(plan: PlanData) -> str:
@@ -106,7 +107,7 @@ def timeline_drawing(plan: PlanData) -> str:
         top = 18 + row * 40
         parts.append(caption(0, top + 17, name))
         parts.append(f'<rect x="{left}" y="{top}" width="{width}" height="26" fill="var(--soft)"/>')
-        for span in _merged([span for span in plan.timeline.spans if span.communicates is communicates], total / width):
+        for span in merged([span for span in plan.timeline.spans if span.communicates is communicates], total / width):
             duration = span.end - span.begin
             title = f"{span.name}: {seconds(duration)} {span.where}"
             parts.append(box(left + span.begin / total * width, top, max(duration / total * width, 0.4), 26, colour, title))
@@ -116,7 +117,7 @@ def timeline_drawing(plan: PlanData) -> str:
     return svg(110, parts, f"a step of {seconds(total)}")
 
 
-def _merged(spans: Sequence[Span], pixel: float) -> list[Span]:
+def merged(spans: Sequence[Span], pixel: float) -> list[Span]:
     """Spans with less than a pixel between them, merged, so that a long program does not make a large page."""
     merged: list[Span] = []
     for span in spans:

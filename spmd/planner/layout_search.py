@@ -68,7 +68,8 @@ def search(
       say: called with a line for every program.
 
     Returns:
-      A `Search`: `.best` is a `Plan`, `.save("layouts/mine.toml")` writes the layout.
+      A `Search`: `.best` is a `Plan`, `.save("layouts/mine.toml")` writes the layout. After Ctrl-C, it has the plans that were made
+      before (`.interrupted`); without any, KeyboardInterrupt is raised.
 
     Raises:
       SpmdError: what `plan` raises about the model, the batch and the target.
@@ -102,11 +103,16 @@ def search(
         layouts = without_names(layouts, alone.program)
     space = CandidateSpace(layouts, remats(alone.program.placed), cluster.count, rows)
     deadline = math.inf if max_seconds is None else started + max_seconds
-    run = SearchRun(alone, cluster, space, timeout, say, deadline=deadline)
-    run.compile_candidates(math.inf if compiles is None else compiles)
+    run = SearchRun(alone, cluster, space, timeout, say, deadline=deadline, started=started)
+    try:
+        run.compile_candidates(math.inf if compiles is None else compiles)
+    except KeyboardInterrupt:
+        if not run.plans:
+            raise
+        run.interrupted = True
     fitting = _fastest_first({candidate: plan for candidate, plan in run.plans.items() if run.fits[candidate]})
     rejected = dict(run.rejected())
-    if compiler_options and fitting:
+    if compiler_options and fitting and not run.interrupted:
         if why := why_not_tuned(fitting[0][1]):
             left_out["[compiler]"] = why
         else:
@@ -115,8 +121,9 @@ def search(
     left_out |= {layout.name: why for family, layout in enumerate(layouts) if (why := space.impossible(family))}
     kinds = {why.kind for why in rejected.values()}
     complete = not run.failed and "limit" not in kinds
-    would_hold = _larger(run) if "memory" in kinds and not fitting else None
-    return Search(cluster, alone, tuple(fitting), rejected, left_out, complete, would_hold)
+    would_hold = _larger(run) if "memory" in kinds and not fitting and not run.interrupted else None
+    took = time.monotonic() - started
+    return Search(cluster, alone, tuple(fitting), rejected, left_out, complete, would_hold, run.interrupted, run.compiled, took)
 
 
 def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float) -> Plan:
@@ -170,6 +177,8 @@ class SearchRun:
     say: Callable[[str], None]
     lightest_first: bool = False
     deadline: float = math.inf  # of `time.monotonic`, after which no program is started
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    interrupted: bool = False  # by Ctrl-C
     plans: dict[Candidate, Plan] = dataclasses.field(default_factory=dict)
     reasons: dict[Candidate, Reason] = dataclasses.field(default_factory=dict)
     fits: dict[Candidate, bool] = dataclasses.field(default_factory=dict)  # of each plan, which computes it from likelihoods
@@ -189,7 +198,7 @@ class SearchRun:
         """Compile candidates until the queue is empty or `limit` programs are compiled, twice as many while nothing fits."""
         for family in range(len(self.space.layouts)):
             self._open_family(family)
-        while self._queue and self._compiled < (limit if self.best else 2 * limit) and time.monotonic() < self.deadline:
+        while self._queue and self.compiled < (limit if self.best else 2 * limit) and time.monotonic() < self.deadline:
             if self.lightest_first and self.best:
                 break
             candidate = min(self._queue, key=self._priority)  # the first of equals
@@ -205,7 +214,8 @@ class SearchRun:
                 self._enqueue(self._lighter(candidate))
 
     @property
-    def _compiled(self) -> int:
+    def compiled(self) -> int:
+        """How many programs were compiled, successfully or not."""
         return len(self.plans) + self.failed
 
     def tune(self, fastest: Iterable[tuple[Candidate, Plan]]) -> tuple[dict[Candidate, Plan], dict[Candidate, Reason]]:
@@ -227,7 +237,8 @@ class SearchRun:
         """Every candidate that was not compiled, or does not fit, and why."""
         for candidate in self.space.all():
             if candidate not in self.plans:
-                limit = Reason(f"not compiled, for {len(self.plans)} were, and others promised more", "limit")
+                why = "the search was interrupted" if self.interrupted else f"{len(self.plans)} were, and others promised more"
+                limit = Reason(f"not compiled, for {why}", "limit")
                 yield candidate, self.reasons.get(candidate) or self._why_skip(candidate) or limit
             elif not self.fits[candidate]:
                 needed = format_bytes(self.plans[candidate].memory.expected)
@@ -355,7 +366,7 @@ class SearchRun:
         """Compile a candidate and enqueue those of its family that may be better; or record why it cannot be compiled."""
         of = "" if math.isinf(limit) else f" of {limit if self.best else 2 * limit}"
         best = f"; the best so far takes {seconds(self.best.period.seconds)}" if self.best else ""
-        self.say(f"compiling {self._compiled + 1}{of}: {candidate}{best}")
+        self.say(f"compiling {self.compiled + 1}{of}, {time.monotonic() - self.started:.0f} s: {candidate}{best}")
         try:
             plan = self._build(candidate)
         except SpmdError as error:

@@ -14,6 +14,7 @@ from spmd.planner.compile import Compiled
 from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
 from spmd.planner.target import Cluster, Target
+from spmd.render.sparkline import gauge
 from spmd.specs import spec_axes
 from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.train.compiled_step import Program
@@ -173,6 +174,13 @@ class Memory:
         return sizes | {"expected": self.expected, "headroom": self.headroom}
 
     @property
+    def word(self) -> str:
+        """The first words of the verdict: "fits", "tight" or "DOES NOT FIT"."""
+        sure = not total(self.items)[1]
+        tight = self.likelihood < LIKELY or (sure and self.expected > TIGHT * self.capacity)
+        return "DOES NOT FIT" if not self.fits else "tight" if tight else "fits"
+
+    @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers."""
         share = f"{format_bytes(self.expected)} of {format_bytes(self.capacity)} ({self.expected / self.capacity:.1%})"
@@ -185,12 +193,14 @@ class Memory:
             share += f"; {' and '.join(map(str, self.sides))}"
         if not self.fits:
             left = f"{format_bytes(-self.headroom)} too much" if self.headroom < 0 else f"only {format_bytes(self.headroom)} left"
-            return f"DOES NOT FIT{chance}: {share}; {left} on each device."
+            return f"{self.word}{chance}: {share}; {left} on each device."
         if self.likelihood < LIKELY:
-            return f"tight: fits{chance}: {share}."
-        if sure and self.expected > TIGHT * self.capacity:
-            return f"tight: {share}; drivers, NCCL and fragmentation need some as well."
-        return f"fits{chance}: {share}."
+            return f"{self.word}: fits{chance}: {share}."
+        return (
+            f"{self.word}: {share}; drivers, NCCL and fragmentation need some as well."
+            if self.word == "tight"
+            else f"fits{chance}: {share}."
+        )
 
     def __str__(self) -> str:
         titles = TITLES | ({"parameters": "parameters of servers"} if EXCHANGE[OWN] in self.exchange_parts else {})
@@ -204,6 +214,7 @@ class Memory:
         rows += [("expected", self.expected, "")] if beside else []
         rows += [("in the host's memory", self.host, "")] if self.host else []
         lines = [*(f"{title:<26}{format_bytes(size):>12}{more}" for title, size, more in rows), self.verdict]
+        lines.append(f"{gauge(self.expected, self.capacity)} {format_bytes(self.capacity)}")
         if self.largest:
             lines += ["", "largest temporaries (they share memory; sizes do not add up):"]
             lines += [f"  {format_bytes(size):>10}  {array}  {where}" for size, array, where in self.largest]

@@ -12,7 +12,7 @@ from spmd.planner.candidates import Candidate
 from spmd.planner.drawings import pareto_chart
 from spmd.planner.planning import Plan
 from spmd.planner.target import Cluster
-from spmd.planner.text_report import seconds
+from spmd.planner.text_report import seconds, step_time
 from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.tree import format_bytes
 from spmd.user_paths import output_path, write_text
@@ -44,8 +44,10 @@ class Search:
       plans: every candidate that was compiled and fits, fastest first, with its plan.
       rejected: every other candidate and the reason, in the order of candidates.
       left_out: layouts that were not searched, and why.
-      complete: whether each candidate was compiled or ruled out; if not, the search stopped at `compiles` or `seconds`.
+      complete: whether each candidate was compiled or ruled out; if not, the search stopped at `compiles`, at `seconds` or by Ctrl-C.
       would_hold: if nothing fits, a plan on the smallest mesh found on which the step fits.
+      interrupted: whether Ctrl-C ended the search; the plans are those made before.
+      programs, seconds: how many programs were compiled, apart from those for one device, and how long everything took.
     """
 
     cluster: Cluster
@@ -55,6 +57,9 @@ class Search:
     left_out: Mapping[str, str]
     complete: bool
     would_hold: Plan | None
+    interrupted: bool = False
+    programs: int = 0
+    seconds: float = 0.0
 
     @property
     def best(self) -> Plan | None:
@@ -154,6 +159,17 @@ class Search:
             mark = "front" if candidate in front else ""
             rows.append((str(number), str(candidate), seconds(step), f"{step / fastest:.2f}", peak, f"{waits:.0%}", sent, mark))
         return rows
+
+    def conclusion(self, count: int = 5) -> str:
+        """The fastest plans and the best, and what it took to find them: the end of what `spmd search` prints."""
+        took = f"{self.programs} program{'s' * (self.programs != 1)} in {self.seconds:.0f} s"
+        took += ", then interrupted" if self.interrupted else ""
+        if self.best is None:
+            return filled(f"{self.verdict}; {took}.")
+        header, *rows = self.rows()
+        title = f"THE FASTEST {min(count, len(rows))} OF {len(rows)} THAT FIT ({took})"
+        best = f"best: {self.plans[0][0]}: {step_time(self.best)}, {self.best.memory.verdict}"
+        return filled("\n".join([title, *aligned([header, *rows[:count]]), best]))
 
     def reasons(self) -> list[str]:
         """One line for each reason for rejecting candidates of a layout, however many they are; of several figures, the first one's."""

@@ -1,6 +1,7 @@
 """Descriptions of hardware: a kind of device, its links, and clusters of it."""
 
 import dataclasses
+import difflib
 import math
 import re
 import tomllib
@@ -321,8 +322,24 @@ def cluster_of(devices: Sequence[Any]) -> Cluster | None:
     '2x8xh100'
     """
     target = load("cpu") if devices[0].platform == "cpu" else of_device(devices[0].device_kind)
-    if target is None:
+    return None if target is None else _as_cluster(devices, target)
+
+
+def nearest_cluster(devices: Sequence[Any]) -> Cluster | None:
+    """JAX's devices as a cluster of the shipped target with the most similar name; None if none is of their platform.
+
+    >>> from types import SimpleNamespace
+    >>> str(nearest_cluster([SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-PCIE-40GB", process_index=0)] * 4))
+    '1x4xa100_40'
+    """
+    kind, platform = devices[0].device_kind, {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
+    near = [target for target in map(load, shipped()) if target.platform == platform]
+    if not near:
         return None
+    return _as_cluster(devices, max(near, key=lambda target: difflib.SequenceMatcher(None, kind, target.title).ratio()))
+
+
+def _as_cluster(devices: Sequence[Any], target: Target) -> Cluster:
     processes = {device.process_index for device in devices}
     nodes = max(len(devices) // target.devices_per_node, 1) if len(processes) > 1 else 1
     return Cluster(nodes, len(devices) // nodes, target)

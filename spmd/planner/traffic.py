@@ -142,7 +142,7 @@ def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...
             _payload(transfer.arrays),
             f"{transfer.times}{f' in {count}' if count > 1 else ''}",
             format_bytes(transfer.sent * transfer.times * count),
-            transfer.where,
+            transfer.where.removesuffix(f"/{transfer.kind}"),
         )
         for transfer, count in sorted(counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
     ]

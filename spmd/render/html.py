@@ -1,9 +1,9 @@
 """Tables of text that fit the terminal, and HTML in one style for pages and notebook cells."""
 
+import functools
 import html
 import re
 import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,10 +16,11 @@ STYLE = """
 }
 .spmd-cell h1 { font-size: 1.4rem; margin: 0 }
 .spmd-cell h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line) }
-.spmd-cell p { margin: .4rem 0 }
+.spmd-cell p { margin: .4rem 0; overflow-wrap: anywhere }
 .spmd-cell table { border-collapse: collapse; margin: .4rem 0; font-size: .9em }
 .spmd-cell table tr :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left !important; white-space: nowrap }
 .spmd-cell table tr :is(td, th) { border: 0; border-bottom: 1px solid var(--soft) }
+.spmd-cell table tr :is(td, th).number { text-align: right !important }
 .spmd-cell :is(td, pre) { font-family: ui-monospace, monospace }
 .spmd-cell table tr:nth-child(n) { background: none }
 .spmd-cell table.mesh tr :is(td, th) { text-align: center !important; padding: .3rem .9rem }
@@ -27,13 +28,21 @@ STYLE = """
 .spmd-cell table.mesh tr th + th { border-bottom-color: var(--a) }
 .spmd-cell pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
 .spmd-cell .wide { overflow-x: auto }
-.spmd-cell svg { display: block; width: 100%; max-width: 960px }
+.spmd-cell svg { display: block; width: 100%; max-width: 960px; height: auto }
+.spmd-cell svg.small { width: auto; max-width: 100% }
+.spmd-cell .key { display: inline-block; margin-right: 1.1rem; font-size: .9em }
+.spmd-cell .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
+.spmd-cell svg .outline { fill: none; stroke: var(--ink); stroke-width: 2px; vector-effect: non-scaling-stroke }
 .spmd-cell svg text { font: 12px system-ui, sans-serif; fill: currentColor }
 .spmd-cell svg text.on { fill: #fff; paint-order: stroke; stroke: #000a; stroke-width: 2.5px }
 .spmd-cell .verdict { font-weight: 600; color: var(--good) }
 .spmd-cell .verdict.bad { color: var(--bad) }
 .spmd-cell .verdict.tight { color: var(--tight) }
-@media (max-width: 45em) { .spmd-cell { overflow-x: auto } .spmd-cell svg { min-width: 40rem } .spmd-cell pre { font-size: .74em } }
+@media (max-width: 45em) {
+  .spmd-cell { overflow-x: auto }
+  .spmd-cell svg:not(.small, .strip) { min-width: 40rem }
+  .spmd-cell pre { font-size: .74em; white-space: pre; overflow-x: auto }
+}
 """
 
 
@@ -71,10 +80,14 @@ class Text(str):
         return self._html
 
 
+NUMBER = re.compile(r"|-|[x+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?(%|[KMGT]?i?B|[num]?s|min|h))?")  # a number, with or without unit
 UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
-MIN_WIDTH = 6  # characters; columns do not shrink below it
-# Where a cell may be wrapped, best first: after spaces (but not in a list), slashes and underscores; after commas too; anywhere.
-BREAKS = (r"(?:, |[^ /_])+[ /_]*|[ /_]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
+MIN_WIDTH = 4  # characters; columns do not shrink below it
+HANG = "  "  # before the further lines of a first cell, which would else look like rows
+# Where a cell may be wrapped, best first: after slashes and spaces (but not in a list or before a unit); commas; underscores; anywhere.
+BREAKS = (r"(?:, | (?=(?:[KMGT]?i?B|[mu]?s)\b)|[^ /])+[ /]*|[ /]+", r"[^ ,/]+[ ,/]*|[ ,/]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
+LAST_COLUMN = re.compile(r".*\S {2,}(?=\S)")  # what stands before it
+LEAST_HANGING = 24  # characters of a last column that is wrapped below itself
 
 
 def terminal_width() -> int:
@@ -83,7 +96,7 @@ def terminal_width() -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool = False, width: int | None = None) -> list[str]:
-    """Rows of cells as lines with aligned columns. The widest cells are wrapped if the lines would be wider than the terminal.
+    """Rows of cells as lines with aligned columns. Cells are wrapped if the lines would be wider than the terminal, words last.
 
     Args:
       right: align cells to the right.
@@ -94,12 +107,12 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool =
     path       array
     ----------------
     blocks/0/  float32[8, 8]
-    kernel
+      kernel
     """
     width = terminal_width() if width is None else width
     widths, lines = _widths(rows, width), []
     for row in rows:
-        cells = [_wrapped(cell, wide) for cell, wide in zip(row, widths, strict=True)]
+        cells = [_wrapped(cell, wide, at == 0 and not right) for at, (cell, wide) in enumerate(zip(row, widths, strict=True))]
         for at in range(max(map(len, cells))):
             parts = [cell[at] if at < len(cell) else "" for cell in cells]
             padded = [part.rjust(wide) if right else part.ljust(wide) for part, wide in zip(parts, widths, strict=True)]
@@ -110,35 +123,49 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool =
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Characters for each column; columns whose cells wrap well shrink first, the widest of them before the others."""
+    """Characters for each column. The next to shrink is the one that then adds the fewest lines, or the widest of several."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     for pattern in BREAKS:
-        least = [max([MIN_WIDTH, *(len(part.rstrip()) for cell in column for part in re.findall(pattern, cell))]) for column in columns]
+        least = [max(MIN_WIDTH, *(_least(cell, pattern, at == 0) for cell in column)) for at, column in enumerate(columns)]
         while sum(widths) + 2 * (len(widths) - 1) > width:
             shrinkable = [at for at, wide in enumerate(widths) if wide > least[at]]
             if not shrinkable:
                 break
-            widths[max(shrinkable, key=lambda at: widths[at])] -= 1
+            counts = [[len(_wrapped(cell, wide, at == 0)) for cell in columns[at]] for at, wide in enumerate(widths)]
+            tallest = list(map(max, zip(*counts, strict=True)))
+
+            def added(at: int, tallest: list[int] = tallest) -> tuple[int, int]:
+                after = (len(_wrapped(cell, widths[at] - 1, at == 0)) for cell in columns[at])
+                return sum(max(count - most, 0) for count, most in zip(after, tallest, strict=True)), -widths[at]
+
+            widths[min(shrinkable, key=added)] -= 1
     return widths
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """A cell's text in lines."""
+@functools.lru_cache(maxsize=4096)
+def _least(text: str, pattern: str, hanging: bool) -> int:
+    """The width of a cell's longest part."""
+    first, *rest = [part.rstrip() for part in re.findall(pattern, text)] or [""]
+    return max([len(first), *(len(part) + len(HANG) * hanging for part in rest)])
+
+
+@functools.lru_cache(maxsize=16384)
+def _wrapped(text: str, width: int, hanging: bool) -> tuple[str, ...]:
+    """A cell's text in lines; further ones hang if this is possible without splitting a word."""
     if len(text) <= width:
-        return [text]
-    splits = (re.findall(pattern, text) for pattern in BREAKS)
-    fitting = next(words for words in splits if max(len(word.rstrip()) for word in words) <= width)
-    lines = [""]
-    for word in fitting:
-        if lines[-1] and len(lines[-1] + word.rstrip()) > width:
-            lines.append("")
+        return (text,)
+    pattern = next((pattern for pattern in BREAKS if _least(text, pattern, hanging) <= width), BREAKS[-1])
+    lines, hang = [""], HANG if hanging else ""
+    for word in re.findall(pattern, text):
+        if lines[-1].strip() and len(lines[-1] + word.rstrip()) > width:
+            lines.append(hang)
         lines[-1] += word
-    return [line.rstrip() for line in lines]
+    return tuple(line.rstrip() for line in lines)
 
 
 def filled(text: str, *, width: int | None = None) -> str:
-    """A text whose lines are wrapped at the terminal's width, continuation lines indented.
+    """A text whose lines are wrapped at the terminal's width, inside a word only if it is a path; below a wide last column, or indented.
 
     >>> print(filled("fits: 3 GiB of 80 GiB on each device", width=20))
     fits: 3 GiB of 80
@@ -147,8 +174,16 @@ def filled(text: str, *, width: int | None = None) -> str:
     width = terminal_width() if width is None else width
 
     def wrap(line: str) -> str:
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        before = LAST_COLUMN.match(line)
+        indent = len(before[0]) if before and len(before[0]) + LEAST_HANGING <= width else len(line) - len(line.lstrip()) + 2
+        lines = [""]
+        for word in re.findall(" +|[^ ]+", line):
+            for part in [word] if indent + len(word) <= width else re.findall("[^/]+/*|/+", word):
+                if lines[-1].strip() and len(lines[-1] + part) > width:
+                    lines.append(" " * indent + part.lstrip())
+                else:
+                    lines[-1] += part
+        return "\n".join(line.rstrip() for line in lines)
 
     return "\n".join(wrap(line) if len(line) > width else line for line in text.split("\n"))
 
@@ -169,17 +204,20 @@ def document(title: str, body: str, *, style: str = "") -> str:
 
 
 def table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """A table as HTML, one row per line; every cell is escaped.
+    """A table as HTML, one row per line; every cell is escaped, and columns of numbers are aligned to the right.
 
-    >>> table(["path"], [["a<b"]])
-    '<table><tr><th>path</th></tr>\\n<tr><td>a&lt;b</td></tr></table>'
+    >>> table(["path", "bytes"], [["a<b", "1.5 KiB"]])
+    '<table><tr><th>path</th><th class="number">bytes</th></tr>\\n<tr><td>a&lt;b</td><td class="number">1.5 KiB</td></tr></table>'
     """
+    rows = [[str(cell) for cell in row] for row in body]
+    numeric = [bool(rows) and all(NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))]
 
     def line(tag: str, cells: Iterable[Any]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+        opening = (f'<{tag} class="number">' if right else f"<{tag}>" for right in numeric)
+        return "<tr>" + "".join(f"{start}{html.escape(str(cell))}</{tag}>" for start, cell in zip(opening, cells, strict=True)) + "</tr>"
 
     css_class = f' class="{kind}"' if kind else ""
-    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in body)]) + "</table>"
+    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in rows)]) + "</table>"
 
 
 def folded(title: str, body: str) -> str:

@@ -1,13 +1,17 @@
 """A drawing that a notebook shows if it is the last value of a cell."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, import_extra
 from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 DOTS = 130  # per inch
+# In an SVG, black is the colour of the text around it, or that of the viewer's theme; greys are transparent.
+ADAPTED = {"#000000": "currentColor", "#222222": "currentColor", "#555555": "currentColor", "#e4e4e4": "#88888840", "#ffffff": "#8880"}
+THEME = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}text{fill:currentColor}</style>"
 
 
 class Picture:
@@ -34,8 +38,21 @@ class Picture:
             raise OptionError(f'"{path}": the suffix does not name a format for pictures.', fix="such as .png, .svg or .pdf.")
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError):
-            self.figure.savefig(path, dpi=DOTS)
+            if path.suffix.lower() == ".svg":
+                path.write_text(self.svg(), encoding="utf-8")
+            else:
+                self.figure.savefig(path, dpi=DOTS)
         return path
+
+    def svg(self) -> str:
+        """The SVG of a file: without a background, and readable on a light and on a dark page."""
+        buffer = io.StringIO()
+        with import_extra("matplotlib", "examples").rc_context({"svg.fonttype": "none", "svg.hashsalt": "spmd"}):
+            self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        text = buffer.getvalue()
+        text = re.sub("<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        text = re.sub("|".join(ADAPTED), lambda match: ADAPTED[match[0]], text)
+        return re.sub("(<svg[^>]*>)", rf"\1{THEME}", text, count=1)
 
     def png(self) -> bytes:
         """The PNG that a cell shows; its background is white, also on a dark page."""

@@ -37,6 +37,20 @@ def spark(values: Sequence[float], width: int = 16) -> str:
     return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span)] if math.isfinite(mean) else "!" for mean in means)
 
 
+def gauge(value: float, capacity: float, width: int = 40) -> str:
+    """How much of a capacity is used, as text; what is beyond the capacity stands behind its end.
+
+    >>> print(gauge(3, 8, 16), gauge(10, 8, 10), gauge(1, 1e9, 4), sep="\\n")
+    [██████░░░░░░░░░░]
+    [████████]██
+    [▏░░░]
+    """
+    columns = round(width * min(capacity / value, 1.0)) if value else width
+    full = columns if value > capacity else int(columns * value / capacity)
+    begun = "▏" if value and not full else ""
+    return f"[{'█' * full}{begun}{'░' * (columns - full - len(begun))}]{'█' * (width - columns)}"
+
+
 def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float], width: int = 420, height: int = 150) -> str:
     """One metric over steps as SVG: a line for training, dots for evaluations; readable on white and on black."""
     finite = {step: value for step, value in trained.items() if math.isfinite(value)}

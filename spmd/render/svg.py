@@ -4,12 +4,19 @@ import html
 from collections.abc import Iterable
 
 WIDTH = 960  # of drawings, in SVG units; they scale with the page
+SERIES = "acedgijkfb"  # colours of the style, neighbours differ most
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
     """A filled rectangle with a tooltip; `colour` is a letter of the style."""
     shape = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
     return f'<rect {shape} fill="var(--{colour})"><title>{html.escape(title)}</title></rect>'
+
+
+def frame(x: float, y: float, width: float, height: float, title: str) -> str:
+    """The outline of a rectangle, with a tooltip."""
+    shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {shape} fill="var(--soft)" stroke="var(--line)"><title>{html.escape(title)}</title></rect>'
 
 
 def on_box(x: float, y: float, words: str) -> str:
@@ -22,12 +29,28 @@ def caption(x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
 
 
+def heading(x: float, y: float, words: str) -> str:
+    """A line of bold text."""
+    return caption(x, y, words).replace("<text ", '<text style="font-weight:600" ', 1)
+
+
 def legend(x: float, y: float, colour: str, words: str) -> str:
     """A square of a colour of the style, and what it stands for."""
     return box(x, y - 10, 11, 11, colour, words) + caption(x + 17, y, words)
 
 
-def svg(height: float, parts: Iterable[str], label: str) -> str:
-    """A drawing of the common width."""
-    view = f'viewBox="0 0 {WIDTH} {height:.0f}"'
+def svg(height: float, parts: Iterable[str], label: str, *, width: int | None = None) -> str:
+    """A drawing of the common width, which scales with the page; or of its `width` in pixels, which is at most the page's."""
+    view = f'viewBox="0 0 {width or WIDTH} {height:.0f}"' + (f' width="{width}" class="small"' if width else "")
     return f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+
+
+def strip(height: float, parts: Iterable[str], label: str) -> str:
+    """A drawing without text, which is as wide as the page, whatever that is."""
+    return svg(height, parts, label).replace("<svg ", f'<svg class="strip" style="height:{height:.0f}px" preserveAspectRatio="none" ', 1)
+
+
+def key(colour: str, words: str) -> str:
+    """A square of a colour of the style, and what it stands for, in HTML: a row of these is wrapped; "" is an outline."""
+    style = f"background:var(--{colour})" if colour else "box-shadow:inset 0 0 0 2px var(--ink)"
+    return f'<span class="key"><i style="{style}"></i>{html.escape(words)}</span> '

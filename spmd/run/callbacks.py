@@ -77,6 +77,21 @@ class Info:
         """Stop cleanly after exactly this many updates, or immediately if there were more; `stop` may be one step late."""
         self._control.stop_at(step)
 
+    def log_picture(self, name: str, picture: Any) -> None:
+        """Give a picture of this step to all loggers. It is a file in `pictures/` in the run's folder, so the run must have one.
+
+        Process 0 writes it; in all others this does nothing.
+
+        Args:
+          name: for loggers, which show the pictures of a name by step.
+          picture: a matplotlib figure; a picture of `spmd.viz`; an array of uint8, [height, width] or [height, width, channels], of 1 to 4
+            channels; or the path of a PNG or SVG file.
+
+        Raises:
+          OptionError: it is none of these, or the run has no folder.
+        """
+        self._control.log_picture(self.step, self.epoch, name, picture)
+
     @property
     def last_checkpoint(self) -> str:
         """A sentence that says where the newest checkpoint is."""

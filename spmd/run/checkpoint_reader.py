@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from spmd.run.reshard_checkpoint import (
     packing_from_meta,
 )
 from spmd.run.restore_comm_state import STATE, checkpoint_item, comm_state_to_read, resplit_residuals
+from spmd.run.rewrap_optimizer import Rewrapping
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.user_paths import blocking_file
@@ -176,7 +177,12 @@ class CheckpointReader:
         return meta
 
     def restore(
-        self, step: int, wanted: State, memory: Callable[[Tree], Tree] = lambda params: {}, packing: Packing | None = None
+        self,
+        step: int,
+        wanted: State,
+        memory: Callable[[Tree], Tree] = lambda params: {},
+        packing: Packing | None = None,
+        opening: Callable[[Tree, Collection[str]], dict[str, jax.Array]] = lambda params, paths: {},
     ) -> tuple[State, list[str]]:
         """The state of a step, every array placed as in `wanted` (shapes, dtypes and shardings; no data).
 
@@ -184,11 +190,14 @@ class CheckpointReader:
         number of workers; entries that are no longer used are ignored, and missing ones start as in `memory(params)`. If parameters
         are packed differently now, they and their moments are repacked, and all communication state starts from scratch.
 
+        Of an optimizer with other wrappers, such as `skip_spikes`, the state inside of them is restored, and that of new ones starts as in
+        `opening(params, paths)`.
+
         Args:
           packing: how the parameters of `wanted` are packed or ordered; None: not at all.
 
         Returns:
-          The state, and text about communication state that did not fit.
+          The state, and text about wrappers and communication state that did not fit.
 
         Raises:
           CheckpointError: arrays that are missing, unexpected, or of another shape or dtype; all of them, in a table.
@@ -196,22 +205,26 @@ class CheckpointReader:
         meta = self.meta(step)
         with self.naming_errors(step):
             arrays, mesh = arrays_by_path(wanted), wanted.step.sharding.mesh
+            rewrapping = Rewrapping(meta["arrays"], arrays)
+            meta = {**meta, "arrays": rewrapping.renamed(meta["arrays"])}
             try:
-                repacking = self._repacking(step, meta, wanted, packing, of="model and optimizer")
+                repacking = self._repacking(step, meta, wanted, packing, of="model and optimizer", without=rewrapping.new)
             except CheckpointError as error:
                 with contextlib.suppress(CheckpointError):
                     self._repacking(step, meta, wanted, packing, of="model")
                     error = CheckpointError(f"{error}\n", fix=RESTORE_PARAMS, problems=error.problems)
                 raise error from None
             comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.is_needed)
-            restored = self._read(step, {**comm_state, STATE: repacking.to_read()})
-            flat = repacking.move(restored.pop(STATE))
+            state = {rewrapping.names[path]: leaf for path, leaf in repacking.to_read().items()}
+            restored = self._read(step, {**comm_state, STATE: state})
+            flat = repacking.move(rewrapping.renamed(restored.pop(STATE)))
             flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
             flat |= {path: resplit_residuals(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
             params = map_paths(lambda path, leaf: take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
+            flat |= opening(params, rewrapping.new) if rewrapping.new else {}
             fresh = memory(params) if any(path not in flat for path in arrays) else {}
             flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
-            changes = [str(repacking), *changes] if repacking.is_needed and changes else changes
+            changes = [*rewrapping.changes, *([str(repacking)] if repacking.is_needed and changes else []), *changes]
             return map_paths(functools.partial(take, flat), wanted), changes
 
     def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree, Tree]:
@@ -227,13 +240,15 @@ class CheckpointReader:
             trees = ((PARAMS, wanted.params), (STATS, wanted.stats), (FROZEN, wanted.frozen))
             return tuple(map_paths(lambda path, leaf, of=of: take(flat, f"{of}/{path}", leaf), tree) for of, tree in trees)  # type: ignore[return-value]
 
-    def _repacking(self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str) -> Repacking:
-        """How to read a state, or only the model's part; raises if it does not fit."""
+    def _repacking(
+        self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str, without: Collection[str] = ()
+    ) -> Repacking:
+        """How to read a state without some arrays, or only the model's part; raises if it does not fit."""
 
         def select(arrays: Mapping[str, Any]) -> dict[str, Any]:
             if of == "model":
                 return {path: array for path, array in arrays.items() if path.partition("/")[0] in (PARAMS, STATS, FROZEN)}
-            return {path: array for path, array in arrays.items() if checkpoint_item(path) == STATE}
+            return {path: array for path, array in arrays.items() if checkpoint_item(path) == STATE and path not in without}
 
         saved, arrays, packed = select(meta["arrays"]), select(arrays_by_path(wanted)), meta.get("storage")
         in_order = isinstance(packing, StageOrder) or "stages" in (packed or {})  # of stacks, which may be frozen

@@ -15,6 +15,7 @@ from spmd.run.memory_checkpoint import MemoryCheckpoints
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.schedule import RunSchedule
 from spmd.run.time_account import TimeAccount
+from spmd.run.watch import Watch
 from spmd.run.work import Work
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
@@ -33,6 +34,7 @@ class LoopConfig:
       device_data: arrays of a data set that lives on the devices.
       data_retries: how often in a row a batch is read again.
       profiler: traces some of the steps.
+      watch: which steps have histograms.
     """
 
     program: Program
@@ -52,6 +54,7 @@ class LoopConfig:
     data_retries: int = 0
     profiler: "StepProfiler | None" = None
     work: Work = dataclasses.field(default_factory=Work)
+    watch: Watch | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ class RunState:
 
     Attributes:
       epoch: number of the current epoch, from 0; `position` is in the next one already when an epoch ends.
+      samples: examples trained on in this call, over all processes, as far as metrics have been read.
       evaluated: results of the newest evaluation.
     """
 
@@ -91,5 +95,6 @@ class RunState:
     epoch: int
     account: TimeAccount
     history: History
+    samples: int = 0
     evaluated: dict[str, float] = dataclasses.field(default_factory=dict)
     stop_reason: str | None = None

@@ -1,11 +1,17 @@
 """When a run stops: at its planned end, when a callback asks, or after a signal. Callbacks reach it through `info`."""
 
 import math
+from typing import Any
+
+import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import grace_seconds
+from spmd.errors import OptionError
 from spmd.run.callbacks import Info, ReadOnlyMetrics, notify
 from spmd.run.config import LoopConfig, RunState
+from spmd.run.loggers import write_record
+from spmd.run.pictures import FOLDER, write_picture
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
 
 
@@ -66,6 +72,14 @@ class RunControl:
         if self.last_step is not None:
             return self.last_step
         return None if per_epoch is None or epochs is None else per_epoch * epochs
+
+    def log_picture(self, step: int, epoch: int, name: str, picture: Any) -> None:
+        """Write a picture of a step to the run's folder, and a record that names it to all loggers."""
+        if self.config.store is None:
+            raise OptionError(f'log_picture("{name}"): the run has no folder to keep it in.', fix="fit(checkpoint=...).")
+        if jax.process_index() == 0:
+            path = write_picture(self.config.store.folder, name, step, picture)
+            write_record(self.config.loggers, {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}})
 
     def last_checkpoint(self) -> str:
         """A sentence that says where the newest checkpoint is."""

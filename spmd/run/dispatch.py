@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,14 +56,22 @@ class StepDispatcher:
     def _dispatch(self, batch: Batch) -> None:
         """Dispatch one step."""
         program, placer, run = self._config.program, self._config.placer, self._run
+        watch, counts = self._config.watch, dict[str, Any]()
+        watch = watch if watch is not None and watch.is_due(run.step + 1) else None
         with self._traced(1):
             with placer.allow_row_transfers():
                 events = placer.replicate_all(program.events(run.step, batch.rows, batch.has_rows))
-                run.state, packed = program.step(run.state, batch.leaves, batch.weights, events, split=batch.split)
+                arguments = (run.state, batch.leaves, batch.weights, events)
+                if watch and watch.gradients:
+                    run.state, packed, counts["gradients"] = program.watched_step(*arguments, split=batch.split)
+                else:
+                    run.state, packed = program.step(*arguments, split=batch.split)
+                if watch and watch.parameters:
+                    counts["parameters"] = program.count_parameters(run.state)
             run.step += 1
         run.position.advance(batch.has_rows)
         run.position.reader = batch.position
-        self._metrics.add(run.step, packed, [batch.rows])
+        self._metrics.add(run.step, packed, [batch.rows], counts)
 
     def _device_calls(self, batches: list[HostBatch]) -> Iterator[Callable[[], None]]:
         """Calls on data that lives on the devices: many steps each; the remaining batches one by one."""
@@ -71,8 +80,13 @@ class StepDispatcher:
 
     def _dispatch_next(self, batches: list[HostBatch]) -> None:
         """Dispatch the next call and remove its batches from the list. Its size is decided now: a callback may have moved the last step."""
-        count = min(self._steps_per_call, self._steps_until_due(), len(batches))
-        if count == self._steps_per_call and (self._config.placer.pad or batches[count - 1].rows == self._config.program.rows):
+        count, step, watch = min(self._steps_per_call, self._steps_until_due(), len(batches)), self._run.step, self._config.watch
+        watched = watch is not None and step // watch.every < (step + count) // watch.every  # one of the steps, which is made alone
+        if (
+            count == self._steps_per_call
+            and not watched
+            and (self._config.placer.pad or batches[count - 1].rows == self._config.program.rows)
+        ):
             self._dispatch_many(batches[:count])
         else:
             count = 1

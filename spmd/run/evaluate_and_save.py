@@ -13,7 +13,9 @@ from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
 from spmd.run.goodput import EVALUATING, SAVING, duration
 from spmd.run.loggers import write_record
+from spmd.run.progress import NoProgress
 from spmd.run.schedule import Intervals
+from spmd.run.signals import SIGINT_REASON
 from spmd.run.step_metrics import StepMetrics
 
 
@@ -32,7 +34,11 @@ class Evaluator:
         self._metrics.drain()
         self.completed_at = run.step
         self._control.watchdog.record_progress("eval", run.step)
-        with run.account(EVALUATING), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
+        with (
+            config.progress.doing("evaluating"),
+            run.account(EVALUATING),
+            jax.transfer_guard("allow"),
+        ):  # the user's evaluation data may come from anywhere
             results = config.evaluate(run.state, self._control.stops_evaluation)
         self._control.watchdog.record_progress("step", run.step)
         if results is None:
@@ -92,6 +98,19 @@ class Saver:
         self._control.watchdog.record_progress("step", run.step)
         if saved:
             self._control.notify("on_checkpoint")
+
+    def report_interrupt(self) -> None:
+        """Say what is kept of a run that Ctrl-C has stopped, once it is on disk."""
+        store, run = self._config.store, self._run
+        if run.stop_reason != SIGINT_REASON or jax.process_index() != 0:
+            return
+        kept = "nothing was saved, since there is no checkpoint folder: fit(checkpoint=...) names one"
+        if store is not None:
+            kept = f"the checkpoint is in {store.folder}, and fit(..., resume=True) resumes from it"
+        line = f"interrupted after step {run.step}: {kept}."
+        self._config.progress.say(line)
+        if isinstance(self._config.progress, NoProgress):
+            logging.getLogger("spmd").warning(line)
 
     def save_in_memory(self) -> None:
         """Start to write a checkpoint of the newest state to the memory of the hosts."""

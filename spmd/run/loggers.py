@@ -1,6 +1,10 @@
 """Loggers, which write metrics: JSON lines by default, TensorBoard on request."""
 
+import contextlib
+import importlib
+import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,18 +13,25 @@ from typing import Any, Protocol
 import jax
 
 from spmd.errors import OptionError, import_extra, raise_callback_errors, short_repr, type_name
+from spmd.run.pictures import FOLDER as PICTURES, channels, size
 from spmd.run.run_facts import RunFacts
+from spmd.train.histograms import Histogram, counts_not_finite
 from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 
 class Logger(Protocol):
     """Anything with these two methods is a logger. Only process 0 calls it.
 
-    A logger that also has a method `begin(facts)` gets a `RunFacts` before the first record, and may return a line to show.
+    A logger that also has a method `begin(facts)` gets a `RunFacts` before the first record, and may return a line to show. One that also
+    has a method `begin_close()` closes at the same time as others: it is called for all of them before `close` is.
     """
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record: "step", and numbers by name. A record without numbers describes an event."""
+        """Write one record: "step", and numbers by name. A record without numbers describes an event, or has one of these:
+
+        "histograms": by name, the fields of `Histogram` (`fit(watch=...)`). "pictures": by name, the path of a PNG or SVG file in the run's
+        folder (`info.log_picture`).
+        """
         ...
 
     def close(self) -> None:
@@ -61,7 +72,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, written by tensorboardX (the extra `tensorboard`).
+    """Scalars, histograms and PNG pictures for TensorBoard, written by tensorboardX (the extra `tensorboard`).
+
+    Where a run resumes, TensorBoard drops what the interrupted run wrote for later steps.
 
     Raises:
       MissingExtraError: tensorboardX is not installed.
@@ -69,19 +82,52 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path):
-        library, folder = import_extra("tensorboardX", "tensorboard"), as_path(folder, "TensorBoard: folder")
+        self._library, folder = import_extra("tensorboardX", "tensorboard"), as_path(folder, "TensorBoard: folder")
         make_folder(folder, OptionError)
-        self._writer = library.SummaryWriter(str(folder))
+        self._folder, self._run_folder, self._writer = str(folder), Path(), None
+        self._noted = False  # that it shows no SVG
+
+    def begin(self, facts: RunFacts) -> None:
+        """Write to a new file; of a run that resumes, it says from which step on earlier files do not count."""
+        self.close()
+        self._run_folder = facts.folder or Path()
+        self._writer = self._library.SummaryWriter(self._folder, purge_step=facts.step + 1 if facts.step else None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write every number of the record as a scalar at its step."""
-        for name, value in record.items():
+        """Write every number, histogram and picture of the record at its step."""
+        if self._writer is None:
+            self.begin(RunFacts())
+        writer: Any = self._writer
+        step, histograms = record["step"], {name: Histogram(**fields) for name, fields in record.get("histograms", {}).items()}
+        for name, value in {**record, **counts_not_finite(histograms)}.items():
             if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, record["step"])
+                writer.add_scalar(name, value, step)
+        for name, each in histograms.items():
+            # of the elements there are only counts, so sums are of the middles of bins
+            middles = [(low + high) / 2 for low, high in itertools.pairwise(each.edges)]
+            sums = [sum(count * middle**power for count, middle in zip(each.counts, middles, strict=True)) for power in (1, 2)]
+            bounds = {"min": each.edges[0], "max": each.edges[-1], "num": sum(each.counts), "sum": sums[0], "sum_squares": sums[1]}
+            writer.add_histogram_raw(name, **bounds, bucket_limits=each.edges[1:], bucket_counts=each.counts, global_step=step)
+        for name, path in record.get(PICTURES, {}).items():
+            self._write_picture(f"{PICTURES}/{name}", self._run_folder / path, step)
+
+    def _write_picture(self, name: str, path: Path, step: int) -> None:
+        if path.suffix != ".png":
+            if not self._noted:
+                self._noted = True
+                logging.getLogger("spmd").warning("TensorBoard shows no SVG files, such as %s.", path)
+            return
+        summary, content = importlib.import_module("tensorboardX.proto.summary_pb2").Summary, path.read_bytes()
+        width, height = size(content)
+        image = summary.Image(height=height, width=width, colorspace=channels(content), encoded_image_string=content)
+        writer: Any = self._writer
+        writer.file_writer.add_summary(summary(value=[summary.Value(tag=name, image=image)]), step)
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def begin_loggers(loggers: Sequence[Logger], make_facts: Callable[[], RunFacts]) -> list[str]:
@@ -110,14 +156,23 @@ def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
             logger.write(record)
 
 
-def close_logger(logger: Logger) -> None:
-    """Close a logger.
+def close_loggers(loggers: Sequence[Logger]) -> None:
+    """Close all loggers, though one may raise; those with a method `begin_close`, which is called first, close at the same time.
 
     Raises:
-      CallbackError: it raises.
+      CallbackError: one of them raises.
     """
-    with raise_callback_errors(lambda: f"logger {type(logger).__name__}.close"):
-        logger.close()
+
+    def close(logger: Any, method: str) -> None:
+        with raise_callback_errors(lambda: f"logger {type(logger).__name__}.{method}"):
+            getattr(logger, method)()
+
+    with contextlib.ExitStack() as closing:
+        for logger in loggers:
+            closing.callback(close, logger, "close")
+        for logger in loggers:
+            if callable(getattr(logger, "begin_close", None)):
+                close(logger, "begin_close")
 
 
 def check_loggers(loggers: Any) -> list[Logger]:

@@ -13,7 +13,7 @@ from spmd.run.dispatch import StepDispatcher
 from spmd.run.evaluate_and_save import Evaluator, Saver
 from spmd.run.goodput import SAVING, TRAINING
 from spmd.run.history import History
-from spmd.run.loggers import close_logger
+from spmd.run.loggers import close_loggers
 from spmd.run.schedule import Intervals, is_due
 from spmd.run.signals import SIGTERM_REASON, stop_by
 from spmd.run.step_metrics import StepMetrics
@@ -76,6 +76,7 @@ class Loop:
         self._watchdog.record_progress("save", run.step)
         self._close()
         self._close_memory(remove=True)  # which waits for the other processes
+        self._saver.report_interrupt()
         if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written, or since
             run.stop_reason = run.stop_reason or SIGTERM_REASON
         self._watchdog.record_progress("script", run.step)
@@ -164,8 +165,7 @@ class Loop:
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail
             closing.callback(lambda: progress.say(repr(account.goodput)))
             closing.callback(account.close)
-            for logger in self._config.loggers:
-                closing.callback(close_logger, logger)
+            closing.callback(close_loggers, self._config.loggers)
             if self._config.store is not None and wait_for_save:
                 closing.enter_context(account(SAVING))
                 closing.callback(self._config.store.close)

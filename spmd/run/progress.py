@@ -1,9 +1,11 @@
 """Live progress in a terminal or a notebook; elsewhere only on request."""
 
+import contextlib
 import io
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spmd.errors import OptionError, short_repr
@@ -13,10 +15,11 @@ from spmd.tree import format_bytes
 
 REFRESH_SECONDS = 0.2  # between two redraws
 NOTEBOOK_WIDTH = 200  # characters per line; the page wraps them
-BAR_WIDTHS = ((120, 24), (70, 10), (0, 4))  # (minimum width of the console, width of the bar)
+BAR_WIDTHS = ((120, 24), (70, 10), (0, 4))  # (minimum width of the console, width of the bar, which is left out if it does not fit)
 TIME_WIDTH = 12  # characters of the remaining time and the gaps between columns
 WAITING_SHOWN = 0.1  # share of time
 LOG_SECONDS = 5.0  # between two lines of a log
+TICK_SECONDS = 1.0  # between two looks at the clock while something takes long
 
 PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
 
@@ -29,6 +32,11 @@ class NoProgress:
 
     start = due = update = show = say = close = _do_nothing
 
+    def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing is shown."""
+        del what
+        return contextlib.nullcontext()
+
 
 class Progress:
     """Computes what to show, at most every `period` seconds; subclasses draw it on a `rich` console."""
@@ -38,6 +46,7 @@ class Progress:
         self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
         self._waited, self._waiting = 0.0, 0.0  # seconds so far, and the share of the time since the last redraw
         self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
+        self._doing: list[tuple[str, float]] = []  # what is done and since when, innermost last
 
     def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
         """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update."""
@@ -61,23 +70,57 @@ class Progress:
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:
             self._losses = dict(list(self._losses.items())[::2])
-        curve = [spark(list(self._losses.values()))] if len(self._losses) > 1 else []
-        self._draw(step, [f"epoch {epoch + 1}", *numbers, *self._speed(work), *_memory(), *curve])
+        curve = spark(list(self._losses.values())) if len(self._losses) > 1 else ""
+        self._draw(step, [f"epoch {epoch + 1}", *numbers, *self._speed(work), *_memory()], curve)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show what is done in the block, at once, and for how long as time passes: the thread that does it cannot."""
+        self._doing.append((what, time.monotonic()))
+        self._show_doing(what, 0.0)
+        done, thread = threading.Event(), None
+        if len(self._doing) == 1:
+
+            def watch() -> None:
+                while not done.wait(TICK_SECONDS):
+                    with contextlib.suppress(Exception):  # a display that cannot be drawn ends no run
+                        self._tick()
+
+            thread = threading.Thread(target=watch, name="spmd progress", daemon=True)
+            thread.start()
+        try:
+            yield
+        finally:
+            if thread is not None:
+                done.set()
+                thread.join()
+            self._doing.pop()
+            if not self._doing:
+                self._show_doing("", 0.0)
+
+    def _tick(self) -> None:
+        """Show the innermost thing that is done, and for how long."""
+        what, since = self._doing[-1]
+        self._show_doing(what, time.monotonic() - since)
+
+    def _show_doing(self, what: str, seconds: float) -> None:
+        """Show what is done, and since when; "": nothing any more."""
 
     def _speed(self, work: Work) -> list[str]:
-        """Tokens per second of text, else samples; MFU; and the share of time spent waiting for data, if it is worth a look."""
+        """Tokens per second of text, else samples; MFU; HFU if it is more; and the share of waiting for data, if it is worth a look."""
         rates = work.rates(self._rate)
         parts = [f"{rates['tokens_per_second']:,.0f} tokens/s" if work.tokens else f"{self._rate:,.0f} samples/s"]
         parts += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
+        parts += [f"HFU {rates['hfu']:.1%}"] if rates.get("hfu", 0.0) > rates.get("mfu", 0.0) else []
         return [*parts, f"{self._waiting:.0%} waiting for data"] if self._waiting >= WAITING_SHOWN else parts
 
     def show(self, step: int, parts: Sequence[str]) -> None:
         """Redraw with other texts than those of a training step."""
         self._next = time.monotonic() + self._period
-        self._draw(step, parts)
+        self._draw(step, parts, "")
 
-    def _draw(self, step: int, parts: Sequence[str]) -> None:
-        """Each kind of progress draws its own way."""
+    def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
+        """Each kind of progress draws its own way; the curve is shown where there is room for all the rest."""
         raise NotImplementedError  # abstract: only subclasses are made
 
     def say(self, text: str) -> None:
@@ -91,8 +134,17 @@ class Progress:
 class Lines(Progress):
     """Plain lines, for logs."""
 
-    def _draw(self, step: int, parts: Sequence[str]) -> None:
-        self.say("  ".join([f"step {step}{f'/{self._total}' if self._total else ''}", *parts]))
+    _said_at = 0.0  # seconds for which something had taken long when that was last said
+
+    def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
+        self.say("  ".join([f"step {step}{f'/{self._total}' if self._total else ''}", *parts, *filter(None, [curve])]))
+
+    def _show_doing(self, what: str, seconds: float) -> None:
+        """A line when something has taken long, and again after as long."""
+        self._said_at = min(self._said_at, seconds)
+        if what and seconds >= self._said_at + LOG_SECONDS:
+            self._said_at = seconds
+            self.say(f"{what} ({seconds:.0f} s)")
 
     def say(self, text: str) -> None:
         """Print one line without wrapping."""
@@ -102,7 +154,7 @@ class Lines(Progress):
 class Bar(Progress):
     """Step, remaining time, a bar, metrics and samples per second, in place in a terminal.
 
-    Step and time are always shown; of the rest as much as fits the width, in order.
+    Step and time are always shown; in a narrow terminal first the curve gives way, then metrics, the last ones first, then the bar.
     """
 
     def __init__(self, console: Any, period: float):
@@ -110,32 +162,61 @@ class Bar(Progress):
         from rich.table import Column
 
         super().__init__(console, period)
-        self._bar_width = next(size for width, size in BAR_WIDTHS if console.width >= width)
-        columns = [
-            progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            progress.BarColumn(bar_width=self._bar_width, table_column=Column(no_wrap=True)),
-            progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            progress.TextColumn("{task.fields[text]}", markup=False),
-        ]
-        self._bar = progress.Progress(*columns, console=console, auto_refresh=False)
+        step = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+        self._meter = progress.BarColumn(table_column=Column(no_wrap=True))
+        left = progress.TimeRemainingColumn(table_column=Column(no_wrap=True))
+        text = progress.TextColumn("{task.fields[text]}", markup=False)
+        self._columns, self._without_meter = (step, self._meter, left, text), (step, left, text)
+        self._bar = progress.Progress(*self._columns, console=console, auto_refresh=False)
+        self._task: Any = None
+        self._line = False  # whether a line shows what is done before the bar
 
     def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
         """Draw the bar at `step` of `total` (None: unknown)."""
         super().start(step, total)
-        self._task = self._bar.add_task("", total=total, completed=step, text=doing)
+        self._show_doing("", 0.0)
+        self._task = self._bar.add_task("", total=total, completed=step, text="")
+        self._set_text(step, [doing], "")
         self._begin()
 
-    def _draw(self, step: int, parts: Sequence[str]) -> None:
+    def _set_text(self, step: int, parts: Sequence[str], curve: str) -> None:
+        """The text beside the bar, and the width of the bar, for a terminal of today's width."""
         step_width = len(f"{step}/?") if self._total is None else 2 * len(str(self._total)) + 1
-        width_left = self._console.width - self._bar_width - TIME_WIDTH - step_width
-        self._bar.update(self._task, completed=step, text=_join_fitting(parts, width_left))
+        room, width = self._console.width - TIME_WIDTH - step_width, self._console.width
+        self._meter.bar_width = size = next(size for least, size in BAR_WIDTHS if width >= least)
+        self._bar.columns = self._columns if size <= room else self._without_meter
+        text = _join_fitting(parts, room - size, curve)
+        self._bar.update(self._task, completed=step, text=text)
+
+    def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
+        self._set_text(step, parts, curve)
         self._refresh()
+
+    def _show_doing(self, what: str, seconds: float) -> None:
+        text = f"{what} ({seconds:.0f} s)" if seconds >= TICK_SECONDS else what
+        if self._task is None:
+            if text or self._line:
+                self._show_line(text)
+                self._line = bool(text)
+        elif text:
+            self._draw(int(self._bar.tasks[0].completed), [text], "")
+
+    def _show_line(self, text: str) -> None:
+        """Show a line that the next one, or the bar, replaces."""
+        self._console.file.write(f"\r\x1b[K{text[: self._console.width - 1]}")
+        self._console.file.flush()
 
     def _begin(self) -> None:
         self._bar.start()
 
     def _refresh(self) -> None:
         self._bar.refresh()
+
+    def say(self, text: str) -> None:
+        """Print text that stays, wrapped between words."""
+        if self._line:
+            self._show_line("")
+        super().say(text)
 
     def close(self) -> None:
         """Keep the last state."""
@@ -145,18 +226,28 @@ class Bar(Progress):
 class NotebookBar(Bar):
     """The bar as one output of the cell, which each redraw replaces; rich's own display would need ipywidgets."""
 
+    _handle: Any = None
+
     def _begin(self) -> None:
+        self._refresh()
+
+    def _replace(self, content: dict[str, str]) -> None:
+        """Replace the output, which the first one makes."""
         from IPython.display import display
 
-        self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
-        self._refresh()
+        if self._handle is None:
+            self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+        self._handle.update(content, raw=True)
+
+    def _show_line(self, text: str) -> None:
+        self._replace({"text/plain": text})
 
     def _refresh(self) -> None:
         """Replace the output by the bar, and a curve of the loss below it."""
         self._console.print(self._bar.get_renderable())
         html = self._console.export_html(inline_styles=False, clear=False, code_format=PRE)  # so that the page's own text colour is used
         html += panel("loss", self._losses, {}) if len(self._losses) > 1 else ""
-        self._handle.update({"text/plain": self._console.export_text().strip(), "text/html": html}, raw=True)
+        self._replace({"text/plain": self._console.export_text().strip(), "text/html": html})
 
     def say(self, text: str) -> None:
         """Print a line below the bar."""
@@ -166,17 +257,17 @@ class NotebookBar(Bar):
         """Keep the last state."""
 
 
-def _join_fitting(parts: Sequence[str], width: int) -> str:
-    """The parts that fit the width, in order, joined.
+def _join_fitting(parts: Sequence[str], width: int, curve: str = "") -> str:
+    """The parts that fit the width, in order, joined; then the curve, if all of them do and it does too.
 
-    >>> _join_fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], width=20)
-    'epoch 1  loss 0.25'
+    >>> _join_fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], 20), _join_fitting(["epoch 1"], 20, "▃▂▁")
+    ('epoch 1  loss 0.25', 'epoch 1  ▃▂▁')
     """
-    text = ""
+    shown = list[str]()
     for part in parts:
-        longer = f"{text}  {part}" if text else part
-        text = longer if len(longer) <= width else text
-    return text
+        shown += [part] if len("  ".join([*shown, part])) <= width else []
+    full = "  ".join([*parts, *filter(None, [curve])])
+    return full if len(full) <= width else "  ".join(shown)
 
 
 def _memory() -> list[str]:

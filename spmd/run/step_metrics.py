@@ -1,6 +1,7 @@
 """Training metrics: read one step late, then given to callbacks, averaged, logged and shown."""
 
 import collections
+import types
 
 import jax
 import numpy as np
@@ -10,9 +11,12 @@ from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
 from spmd.run.loggers import write_record
 from spmd.run.report_skips import report_skip
+from spmd.run.watch import Counts, histogram_record
 from spmd.run.work import peak_memory
 from spmd.train.metrics import IN_FLIGHT, fetch, means
 from spmd.train.skipped_updates import LEFT
+
+NOTHING: Counts = types.MappingProxyType({})  # was counted
 
 
 class StepMetrics:
@@ -20,24 +24,24 @@ class StepMetrics:
 
     def __init__(self, config: LoopConfig, run: RunState, control: RunControl):
         self._config, self._run, self._control = config, run, control
-        self._unread: collections.deque[tuple[int, int, jax.Array, list[int], float]] = collections.deque()
+        self._unread: collections.deque[tuple[int, int, jax.Array, list[int], float, Counts]] = collections.deque()
         self._calls = 0
         self._window = np.zeros((2, len(config.program.names)))
-        self._samples, self._newest = 0, None
+        self._newest = None
         self._newest_step = (run.step, run.position.epoch)
         self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
         self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
 
-    def add(self, first_step: int, packed: jax.Array, rows: list[int]) -> None:
-        """Add the metrics of a call that was dispatched, and read those of earlier calls.
+    def add(self, first_step: int, packed: jax.Array, rows: list[int], counts: Counts = NOTHING) -> None:
+        """Add the metrics of a call that was dispatched, and what a watched step has counted; read those of earlier calls.
 
         Metrics are read one step late: the device already has its next step while the host reads this one.
         """
-        self._unread.append((first_step, self._run.position.epoch, packed, rows, self._run.account.now()))
+        self._unread.append((first_step, self._run.position.epoch, packed, rows, self._run.account.now(), counts))
         self._calls, self._control.watchdog.has_trained = self._calls + 1, True
         if self._calls == 2:  # the first one after compiling: how long a call takes
             packed.block_until_ready()
-            self._run.account.call_done(self._unread[-1][-1], seen=True)
+            self._run.account.call_done(self._unread[-1][4], seen=True)
         while len(self._unread) >= IN_FLIGHT:
             self.read_oldest()
 
@@ -52,19 +56,22 @@ class StepMetrics:
 
     def devices_idle(self) -> bool:
         """Whether all dispatched steps are done."""
-        return all(_is_done(packed) for _, _, packed, _, _ in self._unread)
+        return all(_is_done(packed) for _, _, packed, *_ in self._unread)
 
     def read_oldest(self) -> None:
         """Fetch the metrics of the oldest unread call; record them and call the callbacks that are due."""
         run, program = self._run, self._config.program
-        first, epoch, packed, rows, dispatched = self._unread.popleft()
+        first, epoch, packed, rows, dispatched, counts = self._unread.popleft()
         was_done = _is_done(packed)
         packed = self._fetch(packed)
         run.account.call_done(dispatched, seen=not was_done)
         packed = packed if packed.ndim == 3 else packed[None]
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
         run.history.add_steps(first, packed)
-        self._samples += sum(rows)
+        if counts and self._config.loggers:  # before callbacks: one may end the run because of what they show
+            histograms = histogram_record(jax.tree.map(self._fetch, counts), program.placed.given.stacks())
+            write_record(self._config.loggers, {"step": first, "epoch": epoch, **histograms})
+        run.samples += sum(rows)
         if first == 1 and not self._skipped(packed[0]):
             check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0))
         newest = first + len(packed) - 1 == run.step
@@ -90,13 +97,13 @@ class StepMetrics:
         if self._newest is not None:
             step, epoch = self._newest_step
             metrics = {**self._means(self._newest), **self._run.evaluated}
-            self._config.progress.update(step, epoch, metrics, self._samples, self._config.work, self._run.account.waited)
+            self._config.progress.update(step, epoch, metrics, self._run.samples, self._config.work, self._run.account.waited)
 
     def log(self) -> None:
         """Log the means since the last record; the last record of a run may cover fewer steps."""
         step, epoch = self._newest_step
         if self._window[1].any():
-            rates = self._run.account.rates(step, self._samples, self._config.work)
+            rates = self._run.account.rates(step, self._run.samples, self._config.work)
             memory = peak_memory()
             record = {
                 "step": step,

@@ -148,7 +148,7 @@ class TimeAccount:
         return self._clock()
 
     def rates(self, step: int, samples: int, work: Work = UNKNOWN) -> dict[str, float]:
-        """Steps, samples and tokens per second, MFU, the share of time spent waiting for data, all since the last record; and goodput.
+        """Steps, samples and tokens per second, MFU, HFU, the share of time spent waiting for data, all since the last record; and goodput.
 
         Profiling is not part of the time. Waiting idles a device only if reading a batch takes longer than a step.
 
@@ -157,6 +157,7 @@ class TimeAccount:
           samples: examples so far, over all processes.
           work: what an example is for the devices.
         """
+        work.rates(0.0)  # counts FLOPs before the first record, whose time is in no rate
         goodput, now, previous = self.goodput, self._clock(), self._last_record
         if now - self._written_at >= FLUSH_SECONDS:
             self._write()

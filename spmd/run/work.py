@@ -1,9 +1,9 @@
-"""What a row of a batch is for the devices, from which a run's rates follow: tokens per second, and model FLOPs utilization."""
+"""What a row of a batch is for the devices, from which a run's rates follow: tokens per second, MFU and HFU."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +15,43 @@ from spmd.tree import flatten
 TEXT = ("tokens", "input_ids")  # keys of a batch
 
 
+class PeakSeconds(NamedTuple):
+    """Seconds in which all devices together compute a row's FLOPs at their peak, forward and backward; 0 where they are not known.
+
+    Attributes:
+      model: those of the model, for MFU.
+      executed: those of the compiled program, which computes some again, for HFU.
+    """
+
+    model: float = 0.0
+    executed: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A row's tokens, and the time that it takes at the peak of the devices.
 
     Attributes:
       tokens: of a row; 0 where rows are no text.
-      measure: seconds in which all devices together compute a row's model FLOPs at their peak, forward and backward; called once. None
-        where the peak is not known.
+      measure: returns the time at the peak; called once. None where the peak is not known, as of CPUs.
 
     Example:
-      >>> Work(tokens=128, measure=lambda: 1e9 / 4e12).rates(2000.0)
-      {'tokens_per_second': 256000.0, 'mfu': 0.5}
+      >>> Work(tokens=128, measure=lambda: PeakSeconds(1e9 / 4e12, 1.2e9 / 4e12)).rates(2000.0)
+      {'tokens_per_second': 256000.0, 'mfu': 0.5, 'hfu': 0.6}
     """
 
     tokens: int = 0
-    measure: Callable[[], float] | None = None
+    measure: Callable[[], PeakSeconds] | None = None
 
     @functools.cached_property
-    def seconds(self) -> float:
-        """Of a row, at the peak; 0 if it is not known."""
-        return self.measure() if self.measure else 0.0
+    def seconds(self) -> PeakSeconds:
+        """Of a row, at the peak."""
+        return self.measure() if self.measure else PeakSeconds()
 
     def rates(self, rows: float) -> dict[str, float]:
         """What this number of rows per second is; only what is known."""
         found = {"tokens_per_second": round(rows * self.tokens, 1)} if self.tokens else {}
-        return found | ({"mfu": round(rows * self.seconds, 4)} if self.seconds else {})
+        return found | {name: round(rows * time, 4) for name, time in zip(("mfu", "hfu"), self.seconds, strict=True) if time}
 
 
 UNKNOWN = Work()

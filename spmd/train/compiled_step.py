@@ -3,6 +3,7 @@
 Nothing is compiled before the first step.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from spmd.train.asynchronous import Asynchronous
 from spmd.train.compiler_options import check_compiler_options, without_buffering
 from spmd.train.differentiable import check_gradient, check_products
 from spmd.train.export_step import export_step
+from spmd.train.histograms import count_tree
 from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
@@ -51,7 +53,7 @@ from spmd.train.remat import check_remat
 from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_notes
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
-from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
+from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, step_and_gradients, train_step
 from spmd.train.sum_metrics import FromSums
 from spmd.train.synchronous import Synchronous
 from spmd.train.weight_average import check_average
@@ -63,6 +65,7 @@ from spmd.wire.server.events import Events
 
 PROGRAMS = {  # what users call them, and what JAX does
     "step": ("the step", "jit_train_step"),
+    "watched_step": ("the step that counts its gradients", "jit_watched_step"),
     "scan_steps": ("the steps of a call", "jit_scan_steps"),
     "evaluate": ("the evaluation", "jit__evaluate"),
     "predict": ("the prediction", "jit__predict"),
@@ -267,6 +270,26 @@ class Program:
     @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
         """One update; `state` is donated (except with convolutions on a CPU). Metrics are float32[2, names], sums over counts."""
+        self._check_batch(state, batch, weights, events, split=split)
+        return self._run(("step", weights.shape[0], split), state, batch, weights, events)
+
+    @LEAKS
+    def watched_step(
+        self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True
+    ) -> tuple[State, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+        """As `step`, with counts of the gradients (`count_tree`), replicated over all devices: another program than that of `step`."""
+        self._check_batch(state, batch, weights, events, split=split)
+        return self._run(("watched_step", weights.shape[0], split), state, batch, weights, events)
+
+    def count_parameters(self, state: State) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Counts of the parameters that are trained (`count_tree`), replicated over all devices."""
+        key = ("parameters",)
+        with contextlib.nullcontext() if key in self._ready else self.placed.compiling():
+            counts = self._function(key)(state.params)
+        self._ready.add(key)
+        return counts
+
+    def _check_batch(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool) -> None:
         if split:
             self._check_first_batch(state, batch, weights)
         if "present" in events and not split:
@@ -275,7 +298,6 @@ class Program:
                 "while not all count.\n"
                 "    fix: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
             )
-        return self._run(("step", weights.shape[0], split), state, batch, weights, events)
 
     @LEAKS
     def scan_steps(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
@@ -325,7 +347,7 @@ class Program:
 
     def _watched(self, key: tuple, arguments: tuple, compile_it: Callable[[], Any]) -> Any:
         """`compile_it()`, which compiles a program for these arguments, or loads it from the compilation cache."""
-        short = key[0] in ("step", "scan_steps") and key[1:] != (self.rows, True)
+        short = key[0] in ("step", "watched_step", "scan_steps") and key[1:] != (self.rows, True)
         name, module = PROGRAMS[key[0]]
         name = f"{name} on a short batch" if short else name
         batch = {"resident": arguments[1], "rows": arguments[2]} if key[0] == "scan_steps" else arguments[1]
@@ -369,6 +391,16 @@ class Program:
         if key[0] == "step":
             step = functools.partial(train_step, self.make_step(key[1], key[2]))
             return self._jit(step, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
+        if key[0] == "watched_step":
+            step = self.make_step(key[1], key[2])
+
+            def watched_step(*arguments: Any) -> tuple:
+                state, metrics, gradients = step_and_gradients(step, *arguments)
+                return state, metrics, self._counts(gradients)
+
+            return self._jit(watched_step, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated, replicated))
+        if key[0] == "parameters":
+            return self._jit(self._counts, out_shardings=replicated)
         if key[0] == "scan_steps":
             step = functools.partial(train_step, self.make_step(key[1], key[2]))
             steps = functools.partial(
@@ -376,6 +408,11 @@ class Program:
             )
             return self._jit(steps, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
         return self._jit(self._evaluate if key[0] == "evaluate" else self._predict, out_shardings=replicated)
+
+    def _counts(self, params: Tree) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Of parameters, or their gradients, as the state keeps them; by the model's paths."""
+        packing = self.placed.packing
+        return count_tree(params if packing is None else packing.unpack(params), self.placed.given.stacks())
 
     def _constrain_state(self, result: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         """Inside a loop the state keeps its sharding from step to step."""
@@ -438,6 +475,10 @@ class Program:
     def compile(self) -> Any:
         """A step on a full batch, compiled; on several devices, or one that is not a CPU, `step` then runs this program."""
         return self._watched(("step", self.rows, True), self.arguments, lambda: self._traced.lower().compile())
+
+    def compiled_text(self) -> str:
+        """A step on a full batch as XLA has compiled it; "" if none was compiled yet."""
+        return self._traced.lower().compile().as_text() if ("step", self.rows, True) in self._ready else ""
 
     def text(self) -> str:
         """A step on a full batch as StableHLO; `step` then compiles this lowering."""

@@ -6,7 +6,7 @@ Nothing is allocated before `init`.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ from spmd.train.state import (
     State,
     check_optimizer,
     checksums,
+    copied,
     copy_state,
     donate_to_state,
     make_state,
@@ -339,6 +340,14 @@ class PlacedModel:
         """What the exchange of gradients remembers of these parameters at step 0, made in place on the mesh."""
         key = jax.random.key(self.config.seed, impl="threefry2x32")
         return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key, params)
+
+    def init_optimizer(self, params: Tree, paths: Collection[str]) -> dict[str, jax.Array]:
+        """Some arrays of the optimizer's state at step 0 of these parameters, by their paths in a `State`, made in place on the mesh."""
+
+        def select(opt: Any) -> dict[str, Any]:
+            return {path: leaf for name, leaf in flatten(opt).items() if (path := f"opt/{name}") in paths}
+
+        return jax.jit(lambda params: copied(select(self.opening(params))), out_shardings=select(self.shardings.opt))(params)
 
     def init(self) -> State:
         """A new state, made in place on the mesh."""

@@ -17,7 +17,16 @@ from spmd.train.sum_metrics import FromSums
 from spmd.tree import describe, flatten
 
 LOSS = "loss"
-RATES = ("steps_per_second", "samples_per_second", "tokens_per_second", "mfu", "peak_memory", "data_wait", "goodput")  # of log records
+RATES = (
+    "steps_per_second",
+    "samples_per_second",
+    "tokens_per_second",
+    "mfu",
+    "hfu",
+    "peak_memory",
+    "data_wait",
+    "goodput",
+)  # of log records
 RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error", *RATES)  # names that a step's other numbers have
 
 

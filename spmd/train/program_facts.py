@@ -50,7 +50,8 @@ def text_facts(text: str, name: str) -> dict[str, str]:
 def facts_of_program(placed: PlacedModel, batch: Tree, compiler_options: dict[str, Any]) -> dict[str, str]:
     """What a program on such a batch is compiled for."""
     config, layout = placed.config, tomllib.loads(placed.resolved.layout.to_toml())
-    layout.pop("description", None)
+    for words in ("description", "use_when"):
+        layout.pop(words, None)
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(IGNORED)]
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout on the path

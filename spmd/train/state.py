@@ -161,7 +161,12 @@ def take(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 def donate_to_state(variables: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
     """The state at step 0 of arrays that are on the mesh already; they are consumed."""
-    return jax.jit(lambda v: _fresh(make_state(v, opening, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
+
+    def begin(variables: Variables) -> State:
+        state = make_state(variables, opening, seed, memory)
+        return dataclasses.replace(state, opt=copied(state.opt))
+
+    return jax.jit(begin, out_shardings=shardings, donate_argnums=0)(variables)
 
 
 def make_state_builder(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> Any:
@@ -185,9 +190,9 @@ def _spread(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
-def _fresh(state: State) -> State:
+def copied(opt: Tree) -> Tree:
     """Distinct buffers: an optimizer may keep a parameter itself in its state, and one buffer cannot be donated twice."""
-    return dataclasses.replace(state, opt=jax.tree.map(jnp.copy, state.opt))
+    return jax.tree.map(jnp.copy, opt)
 
 
 def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:

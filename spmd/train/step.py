@@ -97,7 +97,12 @@ class Step:
 
 
 def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
-    """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device.
+    """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device."""
+    return step_and_gradients(step, state, batch, weights, events)[:2]
+
+
+def step_and_gradients(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array, Tree]:
+    """As `train_step`, with the gradients that the optimizer got, which only `Synchronous` has.
 
     Args:
       state: its `key` never changes. Random numbers follow from the key, the step, the microbatch and the worker.
@@ -115,7 +120,8 @@ def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events
         kept = functools.partial(jnp.where, skipped)
         comm_state, stats = jax.tree.map(kept, (state.exchange, state.stats), (comm_state, stats))
     metrics = jnp.concatenate([all_metrics(reduced, events), pack_measured(opt)], axis=1)
-    return State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen), metrics
+    state = State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen)
+    return state, metrics, reduced.values
 
 
 def scale_of_sum(step: Step, state: State, weights: jax.Array) -> dict[str, jax.Array]:

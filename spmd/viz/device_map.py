@@ -25,7 +25,7 @@ def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> 
 
     Example:
       >>> shown = devices("data=4,model=2")
-      >>> "data=4, model=2: 8 devices" in shown, "<td>data 3</td><td>6</td><td>7</td>" in shown
+      >>> "data=4, model=2: 8 devices" in shown, '<td>data 3</td><td class="number">6</td><td class="number">7</td>' in shown
       (True, True)
     """
     return framed(mesh_table(make_mesh(mesh)))

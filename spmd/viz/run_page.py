@@ -1,34 +1,39 @@
 """A run as one self-contained HTML page."""
 
-import base64
 import html
+import os
+import shlex
+import sys
 from pathlib import Path
 
 from spmd.api import Result
 from spmd.layout.summary import COLUMNS, notes, rows
 from spmd.render.html import document, folded, framed, table
+from spmd.run.goodput import TRAINING, duration
+from spmd.run.run_facts import environment
 from spmd.user_paths import as_path, write_text
 from spmd.viz.device_map import mesh_table
-from spmd.viz.history_plot import curve
 
 STYLE = """
-body { max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
-img { max-width: 100%; background: #fff; border-radius: 4px }
-@media (max-width: 45em) { img { max-width: none; width: 40rem } }
+body { max-width: 66rem; margin: 2.5rem auto; padding: 0 1.2rem }
+.spmd-cell dl { display: flex; flex-wrap: wrap; gap: .8rem 2.4rem; margin: 1.2rem 0 }
+.spmd-cell dt { font-size: .85em; opacity: .75 }
+.spmd-cell dd { margin: 0; font-size: 1.7rem; line-height: 1.2; font-variant-numeric: tabular-nums }
+.spmd-cell .curves > div { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: .8rem }
+.spmd-cell .curves svg { min-width: 0 }
 """
+FILES = ("metrics.jsonl", "layout.toml", "goodput.html")  # of a run's folder, that the page links to
 
 
 def report(result: Result, path: str | Path, *, title: str = "A run of spmd", checkpoint: str | Path | None = None) -> Path:
-    """Write a run as one self-contained HTML page: metrics, curve, profile, mesh, layout, and a list of its checkpoints.
+    """Write a run as one self-contained HTML page: its headline figures first, then metrics, curves, profile, mesh, layout, checkpoints,
+    and what it was run with.
 
     Args:
-      checkpoint: the checkpoint folder that was passed to `fit`.
+      checkpoint: the checkpoint folder that was passed to `fit`; the page links to its files.
 
     Returns:
       The path of the page, whose folder is created if needed.
-
-    Raises:
-      MissingExtraError: matplotlib is not installed (the extra `examples`).
 
     Example:
       >>> import numpy as np
@@ -45,19 +50,38 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
     steps = f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, {resolved.workers} workers"
     lead = f"{layout.source}: {layout.description} {steps}; gradients are reduced by {layout.gradients.reduction}."
-    image = base64.b64encode(curve(result.history).png()).decode("ascii")
     sections = [
-        f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>",
+        f"<h1>{html.escape(title)}</h1>\n{_headline(result)}\n<p>{html.escape(lead)}</p>",
+        f"<h2>Curves</h2>\n<p>Lines are training steps, dots are evaluations.</p>\n{_curves(result)}",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
-        f'<h2>Curve</h2>\n<img alt="metrics over steps" src="data:image/png;base64,{image}">',
+        f"<h2>Time</h2>\n{result.goodput._repr_html_()}" if result.goodput is not None else "",
         f"<h2>Profile</h2>\n{result.profile._repr_html_()}" if result.profile is not None else "",
         f"<h2>Mesh</h2>\n{mesh_table(result.trainer.mesh)}",
         f'<h2>Placement of every array</h2>\n<div class="wide">{table(COLUMNS, rows(resolved))}</div>',
         *(f"<p>{html.escape(line)}</p>" for line in notes(resolved)),
         folded("The layout as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>"),
-        f"<h2>Checkpoints</h2>\n{_checkpoints(checkpoint)}",
+        f"<h2>Checkpoints</h2>\n{_checkpoints(checkpoint, path)}",
+        f"<h2>Run with</h2>\n{_environment()}",
     ]
     return write_text(path, document(title, framed("\n".join(sections)), style=STYLE))
+
+
+def _headline(result: Result) -> str:
+    """The last evaluation, or the last training metrics, and how long it took."""
+    history, goodput = result.history, result.goodput
+    last = {name: [*values.values()][-1] for name, values in history.curves().items()}
+    evaluated = {name: value for row in history.evaluations[-1:] for name, value in row.items() if name != "step"}
+    figures = {name.replace("eval_", "evaluation "): f"{value:.4g}" for name, value in (evaluated or last).items()}
+    if goodput is not None:
+        figures |= {"time": duration(goodput.seconds), "of it training": f"{100 * goodput.share(TRAINING):.0f} %"}
+    if result.samples_per_second is not None:
+        figures["samples/s, training"] = f"{result.samples_per_second:,.0f}"
+    parts = (f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in figures.items())
+    return f"<dl>{''.join(parts)}</dl>"
+
+
+def _curves(result: Result) -> str:
+    return f'<div class="curves">{result.history._repr_html_()}</div>'
 
 
 def _metrics(result: Result) -> str:
@@ -75,10 +99,19 @@ def _metrics(result: Result) -> str:
     return table(("metric", "measured in", "last value", "step"), body) if body else "<p>Nothing was measured.</p>"
 
 
-def _checkpoints(folder: str | Path | None) -> str:
+def _checkpoints(folder: str | Path | None, page: Path) -> str:
     if folder is None:
         return "<p>None were requested.</p>"
     home = Path(folder) / "checkpoints"
     steps = sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit()) if home.is_dir() else []
     saved = ", ".join(f"step {step:,}" for step in steps) or "none saved yet"
-    return f"<p><code>{html.escape(str(home))}</code>: {saved}</p>"
+    found = {name: os.path.relpath(Path(folder) / name, page.parent) for name in FILES if (Path(folder) / name).exists()}
+    links = ", ".join(f'<a href="{html.escape(Path(target).as_posix())}">{name}</a>' for name, target in found.items())
+    return f"<p><code>{html.escape(str(home))}</code>: {saved}</p>" + (f"<p>Files of the run: {links}</p>" if links else "")
+
+
+def _environment() -> str:
+    """The command of this process, versions, devices and git state."""
+    interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    command = {} if interactive else {"command": shlex.join(["python", *sys.orig_argv[1:]])}
+    return table(("", ""), [(name.replace("_", " "), str(value)) for name, value in (command | environment()).items()])

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spmd.distributed import consistency, coordination
-from spmd.errors import ClusterError, RendezvousTimeout
+from spmd.errors import ClusterError, LayoutError, RendezvousTimeout, SpmdError
 
 
 class Service:
@@ -39,6 +39,9 @@ class Service:
             finally:
                 del self.waiting[threading.get_ident()]
 
+    def read_dir(self, path):
+        return {key.removeprefix(path): text for key, text in self.texts.items() if key.startswith(path)}
+
     def is_next_to_time_out(self, deadline):
         stuck = [other for path, other in self.waiting.values() if path not in self.texts]
         return len(stuck) == self.running and min(stuck) == deadline
@@ -59,7 +62,7 @@ def run_ranks(monkeypatch):
             thread.info = (rank, size, "")
             try:
                 return function(rank)
-            except ClusterError as error:
+            except SpmdError as error:
                 return error
             finally:
                 service.end()
@@ -73,6 +76,7 @@ def run_ranks(monkeypatch):
     monkeypatch.setattr(coordination, "process_info", lambda: thread.info)
     monkeypatch.setattr(coordination, "put", service.put)
     monkeypatch.setattr(coordination, "get", service.get)
+    monkeypatch.setattr(coordination, "read_dir", service.read_dir)
     monkeypatch.setattr(consistency, "_call_numbers", itertools.repeat(7))
     return run
 
@@ -105,3 +109,35 @@ def test_first_nonempty(run_ranks):
     assert run_ranks(lambda rank: consistency.first_nonempty(["", "b", "c"][rank]), range(3), 3) == ["b"] * 3
     with pytest.raises(RendezvousTimeout, match=r"a process did not arrive within 30 s"):
         raise run_ranks(lambda rank: consistency.first_nonempty("", timeout=30.0), [0], 4)[0]
+
+
+def test_all_get_the_text_of_process_0(run_ranks, capfd):
+    def ask(rank):
+        return consistency.from_first_process(lambda advance: advance() or f"of {rank}", "it searches", 5.0)
+
+    assert run_ranks(ask, range(3), 3) == ["of 0"] * 3
+    assert sorted(capfd.readouterr().err.splitlines()) == [f"spmd {rank}: waits for process 0: it searches" for rank in (1, 2)]
+
+
+def test_all_raise_what_process_0_raises(run_ranks):
+    def fail(advance):
+        raise LayoutError("no layout fits", fix="another")
+
+    results = run_ranks(lambda rank: consistency.from_first_process(fail, "it searches", 5.0), range(3), 3)
+    assert [(type(error), str(error)) for error in results] == [(LayoutError, "no layout fits\n    fix: another")] * 3
+
+
+def test_processes_wait_while_process_0_advances(run_ranks):
+    def slow(advance):
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                coordination.get("nothing", 4.0)  # 16 s in all, and never 5 without an advance
+            advance()
+        return "found"
+
+    assert run_ranks(lambda rank: consistency.from_first_process(slow, "it searches", 5.0), range(2), 2) == ["found"] * 2
+
+
+def test_processes_do_not_wait_forever_for_process_0(run_ranks):
+    (error,) = run_ranks(lambda rank: consistency.from_first_process(lambda advance: "", "it searches", 5.0), [1], 2)
+    assert isinstance(error, RendezvousTimeout) and "it searches: process 0 has not advanced for 5 s." in str(error)

@@ -1,8 +1,12 @@
 """The pages of the documentation, and the blocks of code in them."""
 
+import contextlib
 import dataclasses
+import doctest
+import io
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -64,3 +68,45 @@ def prose(page: str) -> str:
     """A page without its blocks and comments, line by line."""
     text = re.sub(r"^([ ]*)(`{3,})[^\n]*\n.*?^\1\2[ ]*$", "", PAGES[page].read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+@contextlib.contextmanager
+def printing(printed: Callable[[str], None]):
+    """Call `printed` with what is printed to standard output inside."""
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        yield
+    printed(written.getvalue())
+
+
+def is_shown(output: str, shown: str) -> bool:
+    """Whether a page shows an output: `...` stands for anything, as in doctest, and spaces at the ends of lines do not count."""
+    actual, expected = ("\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n" for text in (output, shown))
+    return doctest.OutputChecker().check_output(expected, actual, doctest.ELLIPSIS)
+
+
+def with_outputs(text: str, outputs: dict[int, str]) -> str:
+    """A page whose blocks of code that begin at these lines are followed by these outputs; those that the page shows as `...` allows stay.
+
+    >>> with_outputs("```python\\nprint(1)\\n```\\nText.\\n", {2: "1\\n"})
+    '```python\\nprint(1)\\n```\\n\\n```output\\n1\\n```\\nText.\\n'
+    """
+    lines, known = text.splitlines(), blocks_of(text)
+    for index in reversed(range(len(known))):
+        block, following = known[index], known[index + 1] if index + 1 < len(known) else None
+        if block.line not in outputs:
+            continue
+        output = ["```output", *(line.rstrip() for line in outputs[block.line].strip("\n").splitlines()), "```"]
+        if following and following.language == "output":
+            if not is_shown(outputs[block.line], following.text):
+                lines[following.line - 2 : _closed(lines, following.line - 1)] = output
+        else:
+            end = _closed(lines, block.line - 1)
+            lines[end:end] = ["", *output]
+    return "\n".join(lines) + "\n"
+
+
+def _closed(lines: list[str], at: int) -> int:
+    """The number of lines up to the end of a block that has begun, with its last line."""
+    while lines[at] not in ("```", "-->"):
+        at += 1
+    return at + 1

@@ -151,5 +151,12 @@ def test_benchmarks_are_listed_with_their_commands():
 def test_every_shipped_layout_is_listed():
     from spmd.layout.toml_reader import load, shipped
 
-    listed = [f"| `{name}` | {load(name).description} |" for name in shipped()]
-    assert "\n".join(listed) in text("layouts"), "docs/layouts.md: the lines that  spmd layouts  prints, as a table"
+    listed = [f"| `{name}` | {load(name).description} | {load(name).use_when} |" for name in shipped()]
+    assert "\n".join(listed) in text("layouts"), "docs/layouts.md: `description` and `use_when` of each file"
+
+
+def test_the_cookbook_lists_every_how_to():
+    listed = re.findall(r"^- \[(.+)\]\((\w+\.md)#", PAGES["docs/cookbook/index.md"].read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [page for page in PAGES if page.startswith("docs/cookbook/") and not page.endswith("index.md")]
+    headings = [(heading, page.rpartition("/")[2]) for page in pages for heading in re.findall(r"^## (.+)$", prose(page), re.MULTILINE)]
+    assert sorted(listed) == sorted(headings) and len(listed) >= 20

@@ -1,6 +1,7 @@
 """Examples on the pages run: Python page by page, layouts and host files, cheap commands; and every option exists."""
 
 import argparse
+import functools
 import itertools
 import os
 import re
@@ -12,7 +13,7 @@ import types
 import cloudpickle
 import jax
 import pytest
-from docpages import PAGES, ROOT, blocks, blocks_of, prose
+from docpages import PAGES, ROOT, blocks, blocks_of, is_shown, printing, prose, with_outputs
 
 from spmd.launch import cli
 from spmd.launch.hostfile import read_hosts
@@ -40,16 +41,44 @@ def registries():
 
 
 @pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in PYTHON)))
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries, request):
+    """And prints what the page shows in the block after it, if the page shows outputs. `--regenerate-goldens` writes them."""
     monkeypatch.chdir(tmp_path)
     name = "page_" + re.sub(r"\W", "_", page)
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
     cloudpickle.register_pickle_by_value(module)  # as in a notebook
+    outputs = {}
     for block in PYTHON:
         if block.page == page:
-            exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), vars(module))
+            with printing(functools.partial(outputs.setdefault, block.line)):
+                exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), vars(module))
     assert jax.device_count() == 8
+    compare_outputs(page, outputs, write=request.config.getoption("--regenerate-goldens"))
+
+
+def compare_outputs(page, outputs, *, write):
+    """What blocks have printed, by their lines, with what the page shows."""
+    pairs = [pair for pair in itertools.pairwise(blocks(page)) if pair[1].language == "output"]
+    shown = {before.line: after for before, after in pairs if before.language == "python"}
+    if not shown:
+        return
+    of_page = [block for block in PYTHON if block.page == page and outputs[block.line].strip()]
+    printed = {block.line: outputs[block.line] for block in of_page if block.note == "" or block.line in shown}  # hidden ones may show one
+    if write:
+        PAGES[page].write_text(with_outputs(PAGES[page].read_text(encoding="utf-8"), printed), encoding="utf-8")
+        return
+    assert sorted(shown) == sorted(printed), f"{page}: lines of blocks that show an output, and of those that print"
+    for line, output in printed.items():
+        assert is_shown(output, shown[line].text), f"{shown[line]}: the block prints\n{output}"
+
+
+def test_outputs_are_compared_and_written():
+    assert is_shown("a 1.5 s\nb \n", "a ... s\nb") and not is_shown("a\nb", "a") and not is_shown("a", "a\nb")
+    page = "```python\nprint(1)\n```\n\n```output\n2\n\n3\n```\nText.\n\n```python\nprint(2)\n```\n"
+    written = with_outputs(page, {2: "1\n", 13: "2\n"})
+    assert written == "```python\nprint(1)\n```\n\n```output\n1\n```\nText.\n\n```python\nprint(2)\n```\n\n```output\n2\n```\n"
+    assert with_outputs(written, {2: "1\n", 10: "2\n"}) == written
 
 
 def first_program(page):
@@ -129,16 +158,18 @@ def test_toml_can_be_read(block, tmp_path):
 
 
 def commands():
-    """Every line of a block that begins with `spmd`, without its comment."""
-    for block in ALL:
+    """Every line of a block that begins with `spmd`, without its comment, and what the page shows below the block's last line."""
+    for block, after in itertools.pairwise([*ALL, None]):
         if block.language in ("", "sh"):
-            for number, line in enumerate(block.text.replace("\\\n", "").splitlines()):
+            lines = block.text.replace("\\\n", "").splitlines()
+            for number, line in enumerate(lines):
                 if line.strip().startswith("spmd "):
-                    yield pytest.param(shlex.split(line, comments=True)[1:], id=f"{block.page}:{block.line + number}")
+                    shown = after.text if after and after.language == "output" and number == len(lines) - 1 else ""
+                    yield pytest.param(shlex.split(line, comments=True)[1:], shown, id=f"{block.page}:{block.line + number}")
 
 
-@pytest.mark.parametrize("words", list(commands()))
-def test_commands_are_right(words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("words", "shown"), list(commands()))
+def test_commands_are_right(words, shown, tmp_path, monkeypatch, capsys):
     """All are parsed; those that only print are run."""
     words = words[: words.index(">")] if ">" in words else words
     spmd_words = words[: words.index("--")] if "--" in words else words
@@ -146,7 +177,11 @@ def test_commands_are_right(words, tmp_path, monkeypatch, capsys):
     if any(word in spmd_words for word in ("--dry-run", "--kubernetes")) or (spmd_words[0] in RUN and "--model" not in spmd_words):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "train.py").touch()
-        assert cli.main(words) == 0 and capsys.readouterr().out
+        assert cli.main(words) == 0
+        printed = capsys.readouterr().out
+        assert is_shown(printed, shown) if shown else printed, printed
+    else:
+        assert not shown, "the output of a command that is not run"
 
 
 def parsers(parser):
@@ -166,7 +201,7 @@ def test_options_in_the_text_exist():
     for page in PAGES:
         for code in re.findall(r"`([^`\n]+)`", prose(page)):
             for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code):
-                foreign = code.startswith(("salloc", "scancel", "--signal="))
+                foreign = code.startswith(("salloc", "scancel", "--signal=", "tensorboard"))
                 if option not in known and f'"{option}"' not in texts and not foreign:
                     unknown.append(f"{page}: {option} in `{code}`")
     assert not unknown

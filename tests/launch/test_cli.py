@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import spmd
 from spmd.launch.cli import main
 from spmd.layout.toml_reader import shipped
 from spmd.wire.codec import CODECS
@@ -260,8 +261,26 @@ def test_error_in_the_users_module_keeps_its_traceback(spmd_command, tmp_path):
         main(["layouts", "check", "fsdp", "--model", "broken_models:plain", "--mesh", "data=4"])
 
 
-def test_no_command_prints_usage(capsys):
+def test_no_command_prints_help(capsys):
     with pytest.raises(SystemExit) as caught:
         main([])
-    assert caught.value.code == 2
-    assert "usage: spmd" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert (caught.value.code, err) == (0, "")
+    assert out.startswith("usage: spmd") and "\n    doctor    examine this installation, for a bug report\n" in out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"spmd {spmd.__version__}\n")
+
+
+@pytest.mark.parametrize("words, error", [
+    ("plann train.py", 'spmd: error: there is no command "plann": did you mean "plan"?'),
+    ("layouts shwo fsdp", 'spmd layouts: error: there is no command "shwo": did you mean "show"?'),
+    ("data xyz", 'spmd data: error: there is no command "xyz": known: bench.'),
+])  # fmt: skip
+def test_unknown_command_suggests_the_nearest(words, error, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert (caught.value.code, capsys.readouterr().err.splitlines()[-1]) == (2, error)

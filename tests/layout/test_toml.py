@@ -14,7 +14,7 @@ from spmd.layout.toml_reader import dumps, loads, shipped
 SPECS = [(), (None,), ("data",), (None, "model"), ("data", None, "model"), (("data", "model"), None), (None, ("a", "b"))]
 GENERATED = {
     "empty": Layout(),
-    "text": Layout(description='a "quoted" \\ word,\ta tab\nand a line'),
+    "text": Layout(description='a "quoted" \\ word,\ta tab\nand a line', use_when="always"),
     "mesh": Layout(mesh=(("data", -1), ("model", 2))),
     "specs": Layout(params=tuple(Rule(f"a/{n}/*", spec) for n, spec in enumerate(SPECS))),
     "except": Layout(params=(Rule("**", ("data",), ("*/a", "{b,c}/**")), Rule('odd "name"', (None,)))),
@@ -67,7 +67,7 @@ def test_shipped_layout(name):
     assert loads(layout.to_toml()) == layout
     assert (layout.name, layout.source) == (name, f"layouts/{name}.toml")
     assert text.startswith('description = "')
-    assert len(layout.description) > 20
+    assert len(layout.description) > 20 and len(layout.use_when) > 20
     assert len(text.splitlines()) < 50
     assert sum(line.startswith("#") for line in text.splitlines()) >= 2
     assert layout.mesh

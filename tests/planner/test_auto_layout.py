@@ -1,5 +1,8 @@
 """`fit(layout="auto")`: the layout that a search finds is printed, kept in the run's folder, and used again when the run resumes."""
 
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
@@ -10,7 +13,9 @@ import spmd
 from spmd.errors import OptionError
 from spmd.planner import auto_layout
 from spmd.planner.auto_layout import devices_here
+from spmd.planner.calibration import base_target
 from spmd.planner.structure import names_of
+from spmd.planner.target import Cluster, shipped
 
 ROWS = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 DATA = {"x": ROWS, "label": (np.arange(64) % 10).astype("int32")}
@@ -124,19 +129,21 @@ def test_a_mesh_that_is_set_is_named():
         fit()
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(OptionError, match=r"searches in one process, and here are 2\.\n    fix: spmd search SCRIPT --target"):
-        auto_layout.check_auto(None, "float32", 1)
-
-
-def test_devices_that_no_target_describes(monkeypatch):
-    device = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA X1", "process_index": 0})
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    with pytest.raises(OptionError, match=r"no target describes NVIDIA X1\.\n    fix: spmd calibrate"):
+def test_devices_that_no_target_describes(tmp_path, monkeypatch):
+    device = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA A100-PCIE-40GB", "process_index": 0})
+    monkeypatch.setattr(jax, "devices", lambda: [device] * 4)
+    with pytest.raises(OptionError, match=r"describes NVIDIA A100-PCIE-40GB\.\n    fix: spmd calibrate") as raised:
         devices_here()
-    device.device_kind = "NVIDIA H100 80GB HBM3"
-    assert str(devices_here()) == "1x1xh100"
+    like, target = re.search(r"--like (\w+) .* --target (\S+) ", raised.value.fix).groups()
+    assert like == "a100_40" and base_target(jax.devices(), like).name == like, "calibrate accepts it"
+    monkeypatch.chdir(tmp_path)
+    Path("here.toml").write_text(shipped()[like].read_text())
+    assert Cluster.parse(target).count == 4, "and search what calibrate writes"
+    device.platform = "metal"
+    with pytest.raises(OptionError, match=r"fix: name a layout\."):
+        devices_here()
+    device.platform, device.device_kind = "gpu", "NVIDIA H100 80GB HBM3"
+    assert str(devices_here()) == "1x4xh100"
 
 
 @pytest.mark.parametrize(

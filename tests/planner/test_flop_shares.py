@@ -12,7 +12,18 @@ from flax import nnx
 
 import spmd
 from spmd.mesh import MeshSpec
-from spmd.planner.flop_shares import BUBBLES, BY_XLA, IN_KERNELS, NOTHING_BEYOND, OTHER, PADDING, RECOMPUTED, REPLICATED, flop_shares
+from spmd.planner.flop_shares import (
+    BUBBLES,
+    BY_XLA,
+    IN_KERNELS,
+    NOTHING_BEYOND,
+    OTHER,
+    PADDING,
+    RECOMPUTED,
+    REPLICATED,
+    executed_flops,
+    flop_shares,
+)
 from spmd.planner.hlo import parse
 from spmd.planner.model_flops import empty_places, flops
 from spmd.planner.variance import Variance, sharded_axes
@@ -36,6 +47,7 @@ def plan(layout: Any = "data_parallel", mesh: str = "data=4", model: Any = MODEL
     shares = planned.flops
     assert sum(shares.beyond.values()) == pytest.approx(shares.executed - shares.model)
     assert planned.timeline.flops == shares.executed and planned.timeline.model_flops == min(shares.model, shares.executed)
+    assert executed_flops(parse(planned.compiled.hlo), planned.mesh) == shares.executed
     assert json.loads(planned.to_json())["flops"]["beyond"] == shares.beyond
     return planned
 

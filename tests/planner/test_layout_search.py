@@ -428,6 +428,38 @@ spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(
 """
 
 
+def interrupted_after(count, monkeypatch):
+    """Ctrl-C comes while this program is compiled, after so many others."""
+    built = []
+
+    def build(run, candidate, original=SearchRun._build):
+        built.append(candidate)
+        if len(built) > count:
+            raise KeyboardInterrupt
+        return original(run, candidate)
+
+    monkeypatch.setattr(SearchRun, "_build", build)
+
+
+def test_an_interrupted_search_keeps_what_it_has(device, monkeypatch):
+    interrupted_after(2, monkeypatch)
+    said = []
+    candidates = ["data_parallel", "fsdp", "zero1"]
+    result = spmd.search(MODEL, BATCH, target=f"4x{device(10**6)}", candidates=candidates, say=said.append, **TRAINS)
+    assert result.interrupted and not result.complete and len(result.plans) == result.programs == 2 and result.best.fits
+    assert "not compiled, for the search was interrupted" in str(result)
+    shown = dataclasses.replace(result, seconds=61.2).conclusion(1).splitlines()
+    assert shown[0] == "THE FASTEST 1 OF 2 THAT FIT (2 programs in 61 s, then interrupted)"
+    assert len(shown) == 4 and shown[2].startswith("1") and shown[3].startswith(f"best: {result.plans[0][0]}: ")
+    assert any(re.match(r"compiling 2 of 24, \d+ s: ", line) for line in said), said
+
+
+def test_a_search_without_plans_is_interrupted(device, monkeypatch):
+    interrupted_after(0, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        spmd.search(MODEL, BATCH, target=f"4x{device(10**6)}", candidates=["fsdp"], **TRAINS)
+
+
 def test_the_command(tmp_path, capsys, device):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -435,6 +467,7 @@ def test_the_command(tmp_path, capsys, device):
     assert main([*command, "--save", str(tmp_path / "best.toml")]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^1 +data_parallel on data=2, reduction all_reduce +[\d.]+ us +1\.00", shown, re.MULTILINE)
+    assert re.search(r"\n\nTHE FASTEST 1 OF 1 THAT FIT \(1 program in \d+ s\)\n.*\n1 .*\nbest: data_parallel on data=2, .*\n$", shown)
     assert spmd.Layout.load(tmp_path / "best.toml").name == "best"
     assert main([*command, "--save", str(tmp_path / "best.toml")]) == 2 and "--overwrite" in capsys.readouterr().err
     nothing = [*command[:3], f"2x{device(10)}", *command[4:], "--save", str(tmp_path / "none.toml")]

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,19 @@ def test_the_command_prints_the_cost(planned, tmp_path, monkeypatch, capsys):
         saved = (tmp_path / name).read_text()
         assert saved == shown if name == "cost.txt" else all(html.escape(line) in saved for line in table.splitlines())
     assert cost["steps"] == 1954 and len(cost["money"]) == 3 and cost["money"][0] == pytest.approx(2.5 * cost["device_hours"][0])
+
+
+def test_the_command_prints_what_the_script_costs_and_whether_it_fits_in_colour(planned, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["plan", "train.py", "--target", "8xcpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "COST OF A RUN\nbatches of 32 rows: 2 steps\nhours " in shown and "device-hours" in shown  # one epoch of 64 rows
+    assert len(re.findall(r"^\x1b\[1;32mfits\x1b\[0m: ", shown, re.MULTILINE)) == 2 == shown.count("\x1b[0m")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["plan", "train.py", "--target", "8xcpu"]) == 0
+    assert capsys.readouterr().out == re.sub(r"\x1b\[[\d;]+m", "", shown)
 
 
 @pytest.mark.parametrize(

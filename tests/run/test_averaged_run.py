@@ -8,7 +8,6 @@ import pytest
 from small import fit, numbers, same
 
 import spmd
-from spmd.errors import CheckpointError
 from spmd.optimizers import average_weights, skip_spikes
 
 OPTIMIZERS = {
@@ -58,9 +57,3 @@ def test_resume_with_other_numbers_is_reported(tmp_path):
     assert [record.get("changed") for record in records if record.get("event") == "resumed"] == [
         None, ["average_weights(decay) was 0.8, is None", "skip_spikes(sigmas) was 6.0, is 7.0"]
     ]  # fmt: skip
-
-
-def test_resume_with_an_average_that_was_not_kept_is_refused(tmp_path):
-    fit(steps=2, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match="average/w"):
-        fit(steps=4, checkpoint=tmp_path, resume=True, optimizer=average_weights(optax.adam(0.05)))

@@ -2,6 +2,8 @@
 
 import io
 import re
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -63,7 +65,7 @@ def test_a_terminal_shows_a_bar(console, monkeypatch):
     assert text.count(HIDE) == text.count(SHOW) == 1  # hidden, and back
 
 
-@pytest.mark.parametrize("width", [40, 80, 100, 150])
+@pytest.mark.parametrize("width", [20, 40, 80, 100, 150])
 def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
     made = Console(file=io.StringIO(), force_terminal=True, width=width)
     monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
@@ -75,9 +77,11 @@ def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
     display.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", made.file.getvalue())
     assert "57/12000" in text and "5700/12000" in text and "…" not in text
-    assert re.search(r"5700/12000 \S+ \d:\d\d:\d\d epoch 31", text), text
+    assert re.search(r"5700/12000 (━\S* )?\d:\d\d:\d\d", text), text
     assert max(len(line) for line in re.split(r"[\r\n]+", text)) <= width
-    assert ("epoch 31" in text) and ("loss 1.276" in text) == (width >= 80)
+    shown = {part: part in text for part in ("━", "epoch 31", "loss 1.276", "samples/s", "▁▁")}
+    left = {20: 0, 40: 2, 80: 3, 100: 3, 150: 5}[width]  # they give way from the last on
+    assert list(shown.values()) == [at < left for at in range(len(shown))], text
 
 
 def test_a_run_draws_itself_in_a_terminal_and_leaves_it_as_it_was(console, monkeypatch):
@@ -96,6 +100,63 @@ def test_an_error_leaves_the_terminal_as_it_was(console):
     with pytest.raises(CallbackError, match=r"callback fail\.on_step raises RuntimeError: mine"):
         fit(epochs=2, callbacks=[fail])
     assert console.file.getvalue().count(HIDE) == console.file.getvalue().count(SHOW) == 1
+
+
+def wait_for(console, text):
+    """Wait until a thread has shown this text."""
+    given_up = time.monotonic() + 120
+    while text not in console.file.getvalue():
+        assert time.monotonic() < given_up, console.file.getvalue()
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of displays, which look at it all the time."""
+    now = [1000.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.001)
+    return now
+
+
+def test_what_is_done_is_shown_before_the_bar_and_beside_it(console, clock):
+    display = make_progress("auto")
+    with display.doing("tracing"):
+        assert console.file.getvalue().startswith("\r\x1b[Ktracing")
+        clock[0] += 12
+        wait_for(console, "\r\x1b[Ktracing (12 s)")
+    assert console.file.getvalue().endswith("\r\x1b[K")
+    display.start(0, 40)
+    with display.doing("evaluating"):
+        clock[0] += 5
+        with display.doing("compiling"):
+            clock[0] += 7
+            wait_for(console, "-:--:--\x1b[0m compiling (7 s)")
+        wait_for(console, "-:--:--\x1b[0m evaluating (12 s)")
+    display.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "spmd progress"]
+
+
+def test_a_log_says_what_takes_long(monkeypatch, clock):
+    made = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
+    display = make_progress(True)
+    for _ in range(2):
+        with display.doing("compiling"):
+            clock[0] += 4.9
+        with display.doing("compiling"):
+            for seconds in (5, 11):
+                clock[0] += seconds
+                wait_for(made, f"compiling ({seconds if seconds == 5 else 16} s)\n")
+        assert made.file.getvalue() == "compiling (5 s)\ncompiling (16 s)\n"
+        made.file.truncate(made.file.seek(0))
+
+
+def test_what_is_done_is_no_longer_shown_after_an_error(console):
+    display = make_progress(True)
+    with pytest.raises(KeyError), display.doing("tracing"):
+        raise KeyError
+    assert console.file.getvalue().endswith("\r\x1b[K")
 
 
 def test_the_length_of_a_run_may_be_unknown(console):

@@ -95,7 +95,7 @@ def test_second_error_is_a_note_on_the_first():
 # Ctrl-C ---------------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_saves_and_returns(tmp_path):
+def test_ctrl_c_saves_and_returns(tmp_path, caplog):
     before = signal.getsignal(signal.SIGINT)
     recorder = Recorder()
 
@@ -108,8 +108,17 @@ def test_ctrl_c_saves_and_returns(tmp_path):
     assert int(result.state.step) == len(result.history) == 5
     assert recorder.events[-2:] == [("checkpoint", 5), ("stop", 5)]
     assert signal.getsignal(signal.SIGINT) is before
+    kept = f"interrupted after step 5: the checkpoint is in {tmp_path}, and fit(..., resume=True) resumes from it."
+    assert caplog.messages[-1] == kept
     rest, uninterrupted = resumed(tmp_path), fit(epochs=3)
     assert same(rest.state, uninterrupted.state) and rest.stop_reason is None
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_is_saved(capfd):
+    result = fit(epochs=3, progress=True, callbacks=[lambda info: info.step == 4 and signal.raise_signal(signal.SIGINT)])
+    assert result.stop_reason == "interrupted"
+    kept = "interrupted after step 5: nothing was saved, since there is no checkpoint folder: fit(checkpoint=...) names one.\n"
+    assert capfd.readouterr().err.endswith(kept)
 
 
 def test_ctrl_c_twice_interrupts_at_once_and_still_saves(tmp_path):

@@ -3,6 +3,7 @@
 The tests of wandb, MLflow and trackio run where these are installed: `pip install '.[wandb,mlflow,trackio]'`.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optax
 import pytest
 from small import fit, numbers
@@ -23,8 +25,10 @@ import spmd
 from spmd import api
 from spmd.errors import CallbackError, MissingExtraError, OptionError
 from spmd.run import trackers
+from spmd.run.loggers import close_loggers
+from spmd.run.pictures import size
 from spmd.run.run_facts import ID_FILE, RunFacts, git_state
-from spmd.run.trackers import Tracker, Wandb
+from spmd.run.trackers import Tracker
 
 
 class Fake(Tracker):
@@ -54,11 +58,19 @@ class Fake(Tracker):
 
     def last_steps(self):
         self._call("last_steps")
-        return {name: step for step, name, _ in sorted(self.run["points"])}
+        return {name: step for step, name, _ in sorted(self.run["points"], key=lambda point: point[0])}
 
     def log(self, step, metrics):
         self._call("log")
         self.run["points"] += [(step, name, value) for name, value in metrics.items()]
+
+    def log_histograms(self, step, histograms):
+        self._call("log_histograms")
+        self.run["points"] += [(step, "histograms", histograms)]
+
+    def log_picture(self, step, name, path):
+        self._call("log_picture")
+        self.run["points"] += [(step, name, path.read_bytes())]
 
     def add_file(self, path):
         self._call("add_file")
@@ -67,9 +79,9 @@ class Fake(Tracker):
     def add_checkpoints(self, folder):
         self.run["files"]["checkpoints"] = folder
 
-    def finish(self, *, failed):
+    def finish(self, *, status):
         self._call("finish")
-        self.run["ends"].append(failed)
+        self.run["ends"].append(status)
 
 
 def train(folder, server, steps, **options):
@@ -93,6 +105,8 @@ def test_tracker_knows_the_run(tmp_path, monkeypatch):
     for command in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run(["git", *command], check=True, timeout=30)
     server = {}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.html").write_text("a report")  # of `spmd plan ... --save run/plan.html`
     fit(steps=2, loggers=[Fake(server, checkpoints=True)], checkpoint=tmp_path / "run")
     (run,) = server.values()
     config = run["config"]
@@ -101,7 +115,7 @@ def test_tracker_knows_the_run(tmp_path, monkeypatch):
     assert {name: config[name] for name in expected} == expected
     assert {"jax_version", "jaxlib_version", "flax_version", "optax_version", "device_kind", "processes"} <= config.keys()
     assert len(config["git_commit"]) == 40 and config["git_dirty"] is False
-    assert {"layout.toml", "metrics.jsonl"} <= run["files"].keys()
+    assert {"layout.toml", "metrics.jsonl", "plan.html"} <= run["files"].keys()
     assert run["files"]["checkpoints"] == (tmp_path / "run" / "checkpoints").resolve()
     assert len(run["files"]["metrics.jsonl"].splitlines()) == 1  # complete when it is added
 
@@ -122,7 +136,7 @@ def test_resumed_run_is_one_run(tmp_path):
     train(tmp_path, server, 4)
     train(tmp_path, server, 7)
     assert steps_of(server) == [1, 2, 3, 4, 5, 6, 7] and steps_of(server, "eval_loss") == [3, 4, 6, 7]
-    assert [run["ends"] for run in server.values()] == [[False, False]]
+    assert [run["ends"] for run in server.values()] == [["finished", "finished"]]
 
 
 def test_steps_after_the_checkpoint_are_not_written_twice(tmp_path):
@@ -256,7 +270,7 @@ def test_tracker_that_cannot_keep_up_is_switched_off(monkeypatch, caplog):
 def test_file_is_missing_but_the_run_is_closed(tmp_path, caplog):
     server = {}
     train(tmp_path, None, 2, loggers=[Fake(server, broken="add_file", error=OSError("full"))])
-    assert next(iter(server.values()))["ends"] == [False] and len(warned(caplog)) == 1
+    assert next(iter(server.values()))["ends"] == ["finished"] and len(warned(caplog)) == 1
 
 
 def test_status_says_whether_the_run_failed():
@@ -270,7 +284,7 @@ def test_status_says_whether_the_run_failed():
         raise KeyError("of the user's")
     except KeyError:
         fit(steps=2, loggers=[Fake(server)])
-    assert [run["ends"] for run in server.values()] == [[True], [False]]
+    assert [run["ends"] for run in server.values()] == [["failed"], ["finished"]]
 
 
 def test_numbers_are_written_with_names_that_trackers_accept():
@@ -280,7 +294,88 @@ def test_numbers_are_written_with_names_that_trackers_accept():
     log.close()
     log.close()
     assert log.run["points"] == [(1, "loss_end", 1.0), (1, "fine", float("inf")), (1, "blocks/0 b-c.d", 0.5)]
-    assert log.calls.count("log") == 1 and log.run["ends"] == [False]
+    assert log.calls.count("log") == 1 and log.run["ends"] == ["finished"]
+
+
+def test_names_that_differ_in_special_characters_remain_different(caplog):
+    log = Fake()
+    for step in (1, 2):
+        log.write({"step": step, "loss@end": 1, "loss_end": 2, "loss!end": 3})
+    log.close()
+    names = [name for _, name, _ in log.run["points"]]
+    assert len(set(names)) == 3 and names[0] == "loss_end" and names[:3] == names[3:]
+    assert [value for *_, value in log.run["points"]] == 2 * [1.0, 2.0, 3.0]
+    assert [text.partition(",")[0] for text in warned(caplog)] == [
+        f'the tracker Fake calls "{name}" {new}' for name, new in zip(["loss_end", "loss!end"], names[1:3], strict=True)
+    ]
+
+
+def test_trackers_that_hang_are_waited_for_together(tmp_path, caplog, monkeypatch):
+    clock, waited = [0.0], []
+
+    def join(thread, seconds=None):
+        """In place of the thread's: the time passes at once."""
+        waited.append(seconds)
+        clock[0] += seconds
+
+    released = threading.Event()
+    trackers_of_run = [Fake(broken="open", wait=released, seconds=seconds) for seconds in (20.0, 30.0, 10.0)]
+    for log in trackers_of_run:
+        log.begin(RunFacts())
+    monkeypatch.setattr(trackers.time, "monotonic", lambda: clock[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", join)
+        close_loggers(trackers_of_run)
+    released.set()
+    assert sum(waited) == 30 and len(warned(caplog)) == 3
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "stopped"), (signal.SIGTERM, "stopped")], ids=str)
+def test_status_of_a_run_that_a_signal_ends(number, status):
+    server = {}
+    with pytest.raises(SystemExit) if number == signal.SIGTERM else contextlib.nullcontext():
+        fit(steps=9, loggers=[Fake(server)], callbacks=[lambda info: info.step == 3 and os.kill(os.getpid(), number)])
+    assert [run["ends"] for run in server.values()] == [[status]]
+
+
+def draw(info):
+    info.log_picture("square", np.full((2, 3), info.step, np.uint8))
+
+
+def test_pictures_and_histograms_of_a_resumed_run_are_written_once(tmp_path):
+    options = {"callbacks": [spmd.callbacks.Each(draw, every=2)], "watch": 3}
+    server = {}
+    train(tmp_path, server, 7, **options)
+    (run,) = server.values()
+    written = [point for point in run["points"] if point[1] in ("histograms", "pictures/square")]
+    assert [(step, name) for step, name, _ in written] == [
+        *[(2, "pictures/square"), (3, "histograms"), (4, "pictures/square"), (6, "histograms"), (6, "pictures/square")]
+    ]
+    assert written[1][2].keys() == {"parameters/w", "gradients/w"} and size(written[0][2]) == (3, 2)
+    shutil.rmtree(tmp_path / "checkpoints" / "7")  # as after a kill: the run resumes from step 4
+    run["points"] = [point for point in run["points"] if point[0] <= 3]  # the rest had not arrived
+    train(tmp_path, server, 9, **options)
+    again = [point for point in run["points"] if point[1] in ("histograms", "pictures/square")]
+    assert again[: len(written)] == written and [step for step, *_ in again[len(written) :]] == [8, 9]
+
+
+def test_what_a_tracker_cannot_show_is_said_once(tmp_path, caplog):
+    class Plain(Fake):
+        log_histograms, log_picture = Tracker.log_histograms, Tracker.log_picture
+
+    class Unable(Fake):
+        def log_picture(self, step, name, path):
+            raise ImportError("no module that draws")
+
+    server = {}
+    options = {"callbacks": [spmd.callbacks.Each(draw, every=4)], "watch": 2, "loggers": [Plain({}), Unable(server)]}
+    train(tmp_path, None, 7, **options)
+    assert sorted(warned(caplog)) == [
+        "the tracker Plain has no histograms; they are in metrics.jsonl.",
+        f"the tracker Plain has no pictures, such as {tmp_path / 'pictures' / 'square-00000004.png'}.",
+        "the tracker Unable does not show pictures/square: ImportError: no module that draws.",
+    ]
+    assert steps_of(server) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_damaged_id_makes_another_run(tmp_path, caplog):
@@ -367,12 +462,13 @@ def test_wandb_is_offline_without_a_key(environment, lines, mode, monkeypatch, t
     monkeypatch.setitem(sys.modules, "wandb", logging)  # any module: construction calls nothing of it
     facts = RunFacts(folder=tmp_path / "run", id="0123456789")
     places = {"offline": f"offline in {tmp_path}/run/wandb; wandb sync uploads it", "online": "online"}
-    assert Wandb("digits").where(facts) == f"wandb: run run-01234567 of project digits, {places[mode]}"
+    assert spmd.loggers.Wandb("digits").where(facts) == f"wandb: run run-01234567 of project digits, {places[mode]}"
 
 
 # The trackers themselves, in processes of their own.
 
 JOB = Path(__file__).with_name("tracker_job.py")
+WATCHED = {"gradients/w": [70, 140, 210], "parameters/w": [70, 140, 210]}
 STEPS, KILL = 240, 231  # wandb has written a part of them to its file; the checkpoint is that of step 200, so 30 steps are made twice
 
 
@@ -411,6 +507,14 @@ def test_run_that_is_killed_and_resumed_is_one_run(kind, tmp_path):
     assert len(stored["runs"]) == 1
     assert stored["steps"]["loss"] == list(range(1, STEPS + 1))
     assert stored["steps"]["eval_loss"] == list(range(60, STEPS + 1, 60))
+    assert stored["pictures"] == [70, 140, 210]
+    assert {name: [step for step, *_ in found] for name, found in stored["histograms"].items()} == WATCHED
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    written = {record["step"]: record["histograms"] for record in records if "histograms" in record}
+    for name, found in stored["histograms"].items():
+        for step, edges, counts in found:
+            entry = spmd.loggers.Histogram(**written[step][name])
+            assert (entry.edges, entry.counts) == (edges, counts) and sum(counts) == 8
     assert stored["config"]["mesh"] == "data=8" and "all_reduce" in stored["config"]["layout"]
     assert {"layout.toml", "metrics.jsonl"} <= set(stored["files"])
     assert "nothing is made by construction" in killed.stdout

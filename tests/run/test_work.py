@@ -1,5 +1,6 @@
 """Tokens per second, model FLOPs utilization, memory and waiting for data, in log records and in the display."""
 
+import dataclasses
 import io
 import re
 
@@ -7,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from rich.console import Console
 
 import spmd
 import spmd.api
 from spmd.planner import target
+from spmd.program_cache.counts import compilations
 from spmd.run import step_metrics
 from spmd.run.progress import make_progress
-from spmd.run.work import Work, peak_memory, tokens_per_row
+from spmd.run.work import PeakSeconds, Work, peak_memory, tokens_per_row
 from spmd.train.objective import RATES, RESERVED
 
 VOCABULARY, LENGTH = 11, 6
@@ -73,10 +76,11 @@ def test_mfu_is_the_models_flops_over_the_peak_of_all_devices(monkeypatch, preci
     trained(log, layout="fsdp", mesh={"data": 8}, precision=precision)
     (work,) = works
     flops = 3 * 2 * LENGTH * 8 * VOCABULARY  # a backward pass takes twice as many as the forward pass
-    assert work.seconds == flops / (8 * h100.flops[precision])
-    assert work.rates(1 / work.seconds)["mfu"] == 1.0
+    seconds = flops / (8 * h100.flops[precision])
+    assert work.seconds == (seconds, seconds), "nothing is computed again"
+    assert work.rates(1 / seconds) == {"tokens_per_second": pytest.approx(LENGTH / seconds, rel=1e-9), "mfu": 1.0, "hfu": 1.0}
     last = log.records[-1]
-    assert last["mfu"] == pytest.approx(last["samples_per_second"] * work.seconds, abs=1e-4) and last["peak_memory"] == 7
+    assert last["mfu"] == pytest.approx(last["samples_per_second"] * seconds, abs=1e-4) and last["peak_memory"] == 7
 
 
 def test_the_peak_is_that_of_the_dtype_of_the_products(monkeypatch):
@@ -90,7 +94,57 @@ def test_the_peak_is_that_of_the_dtype_of_the_products(monkeypatch):
     casting = spmd.FunctionalModel(model().init, apply)
     data = {"tokens": text(), "targets": text()}
     spmd.fit(casting, data, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), batch_size=8, steps=1)
-    assert works[0].seconds == 3 * 2 * LENGTH * 8 * VOCABULARY / (8 * h100.flops["bfloat16"])
+    assert works[0].seconds.model == 3 * 2 * LENGTH * 8 * VOCABULARY / (8 * h100.flops["bfloat16"])
+
+
+def deep():
+    """Four layers, whose products but the first one of each are computed again under [remat]."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.gelu(self.up(x)))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = spmd.nn.LayerStack([Layer(rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            return self.layers(x)
+
+    return Net(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_hfu_counts_what_is_computed_again(monkeypatch, resident):
+    slow = dataclasses.replace(target.load("h100"), flops={"float32": 1e6, "vector": 1e6})
+    works, log = [], Memory()
+    monkeypatch.setattr(spmd.api, "of_device", lambda kind: slow)
+    monkeypatch.setattr(spmd.api, "LoopConfig", lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts))
+    layout = spmd.Layout(name="fsdp", mesh={"data": 8}, remat=spmd.Remat("nothing", ("layers/*",)))
+    data = {"x": np.ones((64, 32), "float32"), "y": np.zeros((64, 32), "float32")}
+    given = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(1e-3), "steps": 8, "layout": layout, "batch_size": 16}
+    spmd.fit(deep, spmd.data.resident(data, steps_per_call=4) if resident else data, log_every=2, loggers=[log], **given)
+    (work,) = works
+    if resident:
+        assert work.seconds.executed == 0 < work.seconds.model and "hfu" not in log.records[-1], "no program of one step was compiled"
+        return
+    forward = 4 * 2 * 2 * 32 * 64 / (8 * slow.flops["float32"])
+    assert work.seconds.model == 3 * forward and 3 * forward < work.seconds.executed <= 4 * forward
+    assert log.records[-1]["hfu"] > log.records[-1]["mfu"] > 0
+    before = compilations()
+    assert work.measure() == work.seconds and compilations() - before == type(before)(0, 0, 0.0), "reads the program that trains"
+
+
+def test_a_program_that_cannot_be_read_has_no_hfu(monkeypatch, caplog):
+    slow, log = dataclasses.replace(target.load("h100"), flops={"float32": 1e6, "vector": 1e6}), Memory()
+    monkeypatch.setattr(spmd.api, "of_device", lambda kind: slow)
+    monkeypatch.setattr(spmd.api, "parse", lambda text: {}["a line"])
+    trained(log, layout="fsdp", mesh={"data": 8})
+    assert log.records[-1]["mfu"] > 0 and "hfu" not in log.records[-1]
+    assert [record.message for record in caplog.records] == ["HFU is not known: the compiled step cannot be read: KeyError: 'a line'"]
 
 
 def test_without_a_peak_there_is_no_mfu():
@@ -129,13 +183,13 @@ def test_the_display_shows_them(monkeypatch):
     monkeypatch.setattr(spmd.run.progress, "peak_memory", lambda: 3 << 30)
     display = make_progress("auto")
     display.start(0, 40)
-    work = Work(tokens=100, measure=lambda: 1e-2)
+    work = Work(tokens=100, measure=lambda: PeakSeconds(1e-2, 1.25e-2))
     for step, waited in ((10, 0.5), (20, 4.5)):
         now[0] += 10.0
         display.update(step, 0, {"loss": 1.0}, 32 * step, work, waited)
     display.close()
     first, second = dict.fromkeys(line for line in re.findall(r"epoch 1[^\r\n\x1b]*", made.file.getvalue()))
-    assert "3,200 tokens/s  MFU 32.0%" in first and "waiting" not in first and "samples/s" not in first
+    assert "3,200 tokens/s  MFU 32.0%  HFU 40.0%" in first and "waiting" not in first and "samples/s" not in first
     assert "40% waiting for data  3.0 GiB per device" in second
 
 

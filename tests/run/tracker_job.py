@@ -22,6 +22,11 @@ def train(*, kind, folder, kill, steps, seconds):
         print("nothing is made by construction")
     first = []
 
+    def draw(info):
+        import numpy as np
+
+        info.log_picture("square", np.full((4, 4, 3), info.step, np.uint8))
+
     def watch(info):
         first.append(info.step)
         if info.step == kill:
@@ -36,7 +41,8 @@ def train(*, kind, folder, kill, steps, seconds):
 
     checkpoint = spmd.Checkpoint(folder, every=100)
     options = {"steps": steps, "log_every": 1, "eval_data": numbers(40, 1), "eval_every": 60, "resume": True, "progress": True}
-    result = fit(numbers(160), loggers=[log], callbacks=[watch], checkpoint=checkpoint, **options)
+    callbacks = [spmd.callbacks.Each(draw, every=70), watch]
+    result = fit(numbers(160), loggers=[log], callbacks=callbacks, checkpoint=checkpoint, watch=70, **options)
     print(f"done {int(result.state.step)}, began after {first[0] - 1}")
 
 
@@ -46,35 +52,52 @@ def read_mlflow():
     (run,) = runs
     steps = {name: [point.step for point in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
     files = [file.path for file in client.list_artifacts(run.info.run_id)]
-    return {"runs": [run.info.run_id for run in runs], "steps": steps, "config": run.data.params, "files": files}
+    load = importlib.import_module("mlflow.artifacts").load_dict
+    histograms = collections.defaultdict(list)
+    for file in client.list_artifacts(run.info.run_id, "histograms"):
+        for name, entry in load(f"{run.info.artifact_uri}/{file.path}").items():
+            histograms[name].append([int(file.path[-13:-5]), entry["edges"], entry["counts"]])
+    pictures = [int(file.path[-12:-4]) for file in client.list_artifacts(run.info.run_id, "pictures")]
+    about = {"config": run.data.params, "files": files, "status": run.info.status}
+    return {"runs": [run.info.run_id for run in runs], "steps": steps, "histograms": histograms, "pictures": pictures, **about}
+
+
+def media(rows):
+    """Metrics' steps, histograms, and steps of pictures, from (step, row)."""
+    steps, histograms, pictures = collections.defaultdict(list), collections.defaultdict(list), []
+    for step, row in rows:
+        for name, value in row.items():
+            if not isinstance(value, dict):
+                steps[name].append(step)
+            elif value["_type"].endswith("histogram"):
+                histograms[name].append([step, value["bins"], value["values"]])
+            elif name == "pictures/square":
+                pictures.append(step)
+    return {"steps": steps, "histograms": histograms, "pictures": pictures}
 
 
 def read_trackio():
     storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
-    runs, steps = list(importlib.import_module("trackio").Api().runs("digits")), collections.defaultdict(list)
+    runs = list(importlib.import_module("trackio").Api().runs("digits"))
     (run,) = runs
-    for row in storage.get_logs("digits", run.name, run_id=run.id):
-        for name in row:
-            steps[name].append(row["step"])
+    rows = [(row["step"], row) for row in storage.get_logs("digits", run.name, run_id=run.id)]
     files = [each["name"].removeprefix(f"{run.name}-") for each in storage.list_artifacts("digits")]
-    return {"runs": [run.id for run in runs], "steps": steps, "config": run.config, "files": files}
+    return {"runs": [run.id for run in runs], **media(rows), "config": run.config, "files": files}
 
 
 def read_wandb():
     """All attempts' files: wandb reads a run back only from a server."""
-    from spmd.run.trackers import offline_messages, offline_rows
+    from spmd.run.wandb_file import offline_messages, offline_rows
 
     record_class = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
-    steps, config, runs = collections.defaultdict(list), {}, set()
+    rows, config, runs = [], {}, set()
     folders = sorted(Path("run/wandb").glob("offline-run-*"))
     parts = []
     for folder in folders:
         (path,) = folder.glob("*.wandb")
-        rows = list(offline_rows(path))
-        parts.append(len(rows))
-        for step, names in rows:
-            for name in names:
-                steps[name].append(step)
+        found = list(offline_rows(path))
+        parts.append(len(found))
+        rows += found
         for message in offline_messages(path):
             record = record_class.FromString(message)
             if record.HasField("run"):
@@ -82,7 +105,7 @@ def read_wandb():
                 config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
     if len(parts) != 2 or not all(parts):
         sys.exit(f"both attempts should have rows: {parts}")
-    return {"runs": sorted(runs), "steps": steps, "config": config, "files": os.listdir(folders[-1] / "files")}
+    return {"runs": sorted(runs), **media(rows), "config": config, "files": os.listdir(folders[-1] / "files")}
 
 
 if __name__ == "__main__":

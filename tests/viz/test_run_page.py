@@ -1,9 +1,9 @@
 """The report: one file, nothing fetched, nothing left unescaped."""
 
-import base64
 import html.parser
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -66,10 +66,19 @@ def test_page_holds_everything_itself(run, tmp_path):
     result, folder = run
     page = viz.report(result, tmp_path / "new" / "report.html", title="A & B", checkpoint=folder).read_text(encoding="utf-8")
     reader = Reader(page)
-    images = [attrs["src"] for tag, attrs in reader.tags if tag == "img"]
-    assert not re.search(r"https?://|//[a-z]|<link|<script|@import|url\(", page.replace(images[0], ""))
-    assert len(images) == 1
-    assert base64.b64decode(images[0].removeprefix("data:image/png;base64,")).startswith(b"\x89PNG\r\n\x1a\n")
+    targets = [attrs["href"] for tag, attrs in reader.tags if tag == "a"]
+    assert not re.search(r"https?://|//[a-z]|<link|<script|<img|@import|url\(", page.replace("http://www.w3.org/2000/svg", ""))
+    assert len(targets) == 3 and all((tmp_path / "new" / target).exists() for target in targets)
+    assert "currentColor" in page, "drawings are readable on a dark page"
+
+
+def test_page_opens_with_the_headline(run, tmp_path):
+    result, folder = run
+    text = Reader(viz.report(result, tmp_path / "report.html", title="A & B", checkpoint=folder).read_text(encoding="utf-8")).text
+    loss, rate = result.history["eval_loss"][-1], result.samples_per_second
+    places = [text.index(word) for word in (f"{loss:.4g}", "of it training", f"{rate:,.0f}", "Curves", "measured in")]
+    assert places == sorted(places) and jax.__version__ in text
+    assert rate == pytest.approx(32 / result.goodput["training"])
 
 
 def test_page_says_what_was_run(run, tmp_path):

@@ -75,6 +75,8 @@ def test_what_the_docs_show_is_so(tmp_path, monkeypatch, capsys):
     section = (DOCS / "parameter_server.md").read_text(encoding="utf-8").partition("## Simulate the clock")[2]
     command, printed = re.findall(r"```(?:python|text)\n(.*?)```", section, re.DOTALL)[:2]
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs" / "pictures").mkdir(parents=True)
     exec(command, {})
     assert capsys.readouterr().out == printed
-    assert (tmp_path / "docs" / "timeline.png").stat().st_size > 50_000 and (DOCS / "timeline.png").is_file()
+    drawn, shown = (folder / "pictures" / "timeline.svg" for folder in (tmp_path / "docs", DOCS))
+    assert drawn.stat().st_size > 50_000 and "currentColor" in drawn.read_text() and shown.is_file()

@@ -1,0 +1,322 @@
+"""What `spmd doctor` looks at. Nothing here imports jax, so that an installation whose jax does not import can be examined too."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import Problem, how_to_install, pip_install
+
+PACKAGE = Path(__file__).parents[1]
+PROJECT = PACKAGE.parent / "pyproject.toml"  # of a checkout
+SETTINGS = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE", "SPMD_CACHE", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
+COMMAND_SECONDS = 10.0  # for git, for nvidia-smi, and for the resolver
+WRITTEN = 32 << 20  # bytes
+LEAST_FREE = 2 << 30  # bytes
+WAYS_OUT = "JAX_PLATFORMS=cpu uses no accelerator; if `nvidia-smi` hangs too, the driver does."
+# Runs in a process of its own, since a driver may hang. Devices first: the cache asks for them.
+PROBE = """
+import json, os
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+import jax
+found = [[d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit", 0)] for d in jax.local_devices()]
+print(json.dumps({"devices": [{"platform": p, "kind": k, "bytes": b} for p, k, b in found]}), flush=True)
+from spmd.program_cache import activate, folder
+chosen = jax.config.jax_compilation_cache_dir if activate.user_chose() else None
+path = folder.choose_folder(None, None) if chosen is None else None
+part = path and folder.machine_folder(path)
+enabled = jax.config.jax_enable_compilation_cache and bool(chosen or part)
+unsafe = folder.distrust(*filter(None, [path, part])) if enabled else ""
+print(json.dumps({"folder": str(chosen or path or ""), "enabled": enabled, "unsafe": unsafe, "version": bool(folder.misordered())}))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a command wrote, and why it has failed: "" if it has not."""
+
+    text: str
+    failure: str = ""
+
+
+def run_bounded(command: Sequence[str], limit: float, cwd: Path | None = None) -> Output:
+    """Run a command, and kill it with its descendants after `limit` seconds; what it wrote before is kept."""
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, cwd=cwd
+        )
+    except OSError as error:
+        return Output("", error.strerror or str(error))
+    timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        out, err = process.communicate()
+    finally:
+        timer.cancel()
+    if not process.returncode:
+        return Output(out)
+    if process.returncode == -signal.SIGKILL and timer.finished.is_set():
+        return Output(out, f"no answer within {limit:g} s")
+    return Output(out, next(reversed(err.strip().splitlines()), f"exit code {process.returncode}"))
+
+
+def machine() -> dict[str, Any]:
+    """The system, its processors and its memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"system": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count(), "bytes": memory}
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python, of this package with its state in git, and of what it requires; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "spmd": spmd_version() + _checkout()}
+    return found | {_name(requirement): _version(_name(requirement)) for requirement in requirements()[""]}
+
+
+def spmd_version() -> str:
+    """This package's version: of the checkout, or of what is installed."""
+    return (
+        tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"] if PROJECT.exists() else importlib.metadata.version("spmd")
+    )
+
+
+def _checkout() -> str:
+    """What git says of a checkout; "" if this is none."""
+    if not (PACKAGE.parent / ".git").exists():
+        return ""
+    commit = run_bounded(["git", "rev-parse", "--short", "HEAD"], COMMAND_SECONDS, PACKAGE.parent)
+    changed = run_bounded(["git", "status", "--porcelain"], COMMAND_SECONDS, PACKAGE.parent)
+    if commit.failure or changed.failure:
+        return ", a checkout that git cannot read"
+    count = len(changed.text.splitlines())
+    return f", a checkout at {commit.text.strip()}" + (f", {count} file{'s' * (count != 1)} changed" if count else "")
+
+
+def requirements() -> dict[str, list[str]]:
+    """What this package requires by extra, "" for what it always does: of the checkout, or of what is installed."""
+    if PROJECT.exists():
+        declared = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+        return {"": declared["dependencies"], **declared["optional-dependencies"]}
+    found: dict[str, list[str]] = {"": []}
+    for line in importlib.metadata.requires("spmd") or ():
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
+        found.setdefault(extra[1] if extra else "", []).append(requirement.strip())
+    return found
+
+
+def _name(requirement: str) -> str:
+    """The package of a requirement.
+
+    >>> _name("jax[cuda13]>=0.10,<0.12"), _name("etils[epath]>=1.12")
+    ('jax', 'etils')
+    """
+    return re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def extras() -> dict[str, dict[str, Any]]:
+    """Each extra: what it brings, and which of that is missing here."""
+    declared = requirements()
+    return {
+        extra: {
+            "packages": [_name(requirement) for requirement in declared[extra] if _name(requirement) != "spmd"],
+            "missing": sorted({name for name in _brought(declared[extra], declared) if _version(name) is None}),
+            "install": pip_install(extra),
+        }
+        for extra in declared
+        if extra
+    }
+
+
+def _brought(listed: Sequence[str], declared: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The packages that requirements name, those of extras that they name included."""
+    for requirement in listed:
+        name, inner = _name(requirement), re.search(r"\[(.*?)\]", requirement)
+        if name != "spmd":
+            yield name
+        for extra in inner[1].split(",") if inner else ():
+            if name == "spmd":
+                yield from _brought(declared[extra], declared)
+            elif _version(name) is not None:
+                lines = importlib.metadata.requires(name) or ()
+                yield from (_name(line) for line in lines if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line))
+
+
+def is_allowed(version: str, requirement: str) -> bool:
+    """Whether a version is in the range of a requirement; parts that are no numbers do not count.
+
+    >>> [is_allowed(version, "jax>=0.10,<0.12") for version in ("0.9.1", "0.10.2", "0.12.0")]
+    [False, True, False]
+    """
+    numbers = _numbers(version)
+    bounds = re.findall(r"(>=|<|==)([\d.]+)", requirement)
+    tests = {">=": lambda bound: numbers >= bound, "<": lambda bound: numbers < bound, "==": lambda bound: numbers == bound}
+    return all(tests[sign](_numbers(bound)) for sign, bound in bounds)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def devices_and_cache(limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The devices that JAX sees, and the folder of compiled programs; with `failure` where it could not be found out."""
+    output = run_bounded([sys.executable, "-c", PROBE], limit)
+    lines = [json.loads(line) for line in output.text.splitlines() if line.startswith("{")]
+    failures = [{"failure": output.failure}] * (2 - len(lines))
+    devices, cache = [*lines, *failures]
+    return devices, cache | _folder_state(cache.get("folder", ""))
+
+
+def _folder_state(folder: str) -> dict[str, Any]:
+    """How much is in a folder, and whether it, or the first of its parents that exists, can be written to."""
+    if not folder:
+        return {}
+    sizes = []
+    for root, _, files in os.walk(folder):
+        for name in files:
+            try:
+                sizes.append(os.stat(os.path.join(root, name)).st_size)
+            except OSError:  # another process has removed it
+                continue
+    there = next(parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists())
+    return {"entries": len(sizes), "bytes": sum(sizes), "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK)}
+
+
+def drivers() -> dict[str, Any]:
+    """The GPUs that NVIDIA's driver knows; without its command nothing."""
+    if shutil.which("nvidia-smi") is None:
+        return {"gpus": []}
+    output = run_bounded(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"], COMMAND_SECONDS)
+    return {"gpus": [] if output.failure else output.text.strip().splitlines(), "failure": output.failure}
+
+
+def network() -> dict[str, str]:
+    """Whether processes of this machine can connect, and whether its name resolves; "" or what is wrong."""
+    failures = {"loopback": "", "host_name": f"no answer within {COMMAND_SECONDS:g} s"}
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=COMMAND_SECONDS).close()
+    except OSError as error:
+        failures["loopback"] = error.strerror or str(error)
+
+    def resolve() -> None:
+        try:
+            socket.getaddrinfo(socket.gethostname(), None)
+            failures["host_name"] = ""
+        except OSError as error:
+            failures["host_name"] = error.strerror or str(error)
+
+    thread = threading.Thread(target=resolve, daemon=True)  # the resolver takes no limit
+    thread.start()
+    thread.join(COMMAND_SECONDS)
+    return dict(failures)
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    """How fast a file is written to a folder and reaches the disk, and the space that is left."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            started, part = time.perf_counter(), os.urandom(1 << 20)
+            for _ in range(WRITTEN // len(part)):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - started
+    except OSError as error:
+        return {"folder": str(folder.absolute()), "failure": error.strerror or str(error)}
+    return {"folder": str(folder.absolute()), "free": shutil.disk_usage(folder).free, "bytes_per_second": WRITTEN / seconds}
+
+
+def examine(folder: Path, limit: float) -> dict[str, Any]:
+    """Everything, as JSON has it; `limit` seconds for JAX to find devices."""
+    devices, cache = devices_and_cache(limit)
+    return {
+        "versions": versions(),
+        "machine": machine(),
+        "environment": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "devices": devices,
+        "drivers": drivers(),
+        "extras": extras(),
+        "network": network(),
+        "disk": disk(folder),
+        "cache": cache,
+    }
+
+
+def problems(found: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with an examined installation, each with a fix."""
+    return [*_of_packages(found["versions"]), *_of_devices(found), *_of_network(found["network"]), *_of_folders(found)]
+
+
+def _of_packages(installed: Mapping[str, str | None]) -> Iterator[Problem]:
+    for requirement in requirements()[""]:
+        name = _name(requirement)
+        version = installed.get(name)
+        if version is None:
+            yield Problem(name, ["it is required, and not installed."], f"pip install '{requirement}'.")
+        elif not is_allowed(version, requirement):
+            yield Problem(f"{name} {version}", [f"{requirement} is required."], f"pip install '{requirement}'.")
+
+
+def _of_devices(found: Mapping[str, Any]) -> Iterator[Problem]:
+    devices, gpus, platforms = found["devices"], found["drivers"]["gpus"], found["environment"].get("JAX_PLATFORMS", "")
+    if why := found["drivers"].get("failure"):
+        yield Problem("nvidia-smi", [why], "the driver does not work: restart the machine, or install the driver again.")
+    if why := devices.get("failure"):
+        yield Problem("JAX finds no devices", [why], WAYS_OUT)
+    elif gpus and not any(device["platform"] in ("gpu", "cuda") for device in devices["devices"]):
+        why = f"the driver knows {len(gpus)} GPU{'s' * (len(gpus) != 1)}, and JAX uses {devices['devices'][0]['platform']}."
+        fix = f"unset JAX_PLATFORMS, which is {platforms}." if platforms else f"{how_to_install('cuda')}."
+        yield Problem("JAX uses no GPU", [why], fix)
+
+
+def _of_network(failures: Mapping[str, str]) -> Iterator[Problem]:
+    if failures["loopback"]:
+        fix = "a sandbox or a firewall is in the way: allow connections to 127.0.0.1."
+        yield Problem("processes of this machine cannot connect", [failures["loopback"]], fix)
+    if failures["host_name"]:
+        fix = 'add a line to /etc/hosts:  echo "127.0.1.1 $(hostname)" | sudo tee -a /etc/hosts'
+        yield Problem("the name of this machine does not resolve", [failures["host_name"]], fix)
+
+
+def _of_folders(found: Mapping[str, Any]) -> Iterator[Problem]:
+    disk, cache = found["disk"], found["cache"]
+    if why := disk.get("failure"):
+        yield Problem(f"{disk['folder']} cannot be written to", [why], "fit(checkpoint=...) in another folder; --folder examines it.")
+    elif disk["free"] < LEAST_FREE:
+        why = f"{gib(disk['free'])} are free, and checkpoints need space."
+        yield Problem(disk["folder"], [why], "remove what is not needed, or use another folder; --folder examines it.")
+    if cache.get("enabled") and cache["unsafe"]:
+        fix = "jaxlib before 0.11.2; or nothing: programs are compiled again." if cache["version"] else "SPMD_CACHE names another folder."
+        yield Problem("no compiled programs are kept or loaded", [f"{cache['unsafe']}."], fix)
+    elif cache.get("enabled") and not cache["writable"]:
+        yield Problem(f"{cache['folder']} cannot be written to", ["so no compiled programs are kept."], "SPMD_CACHE names another folder.")
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB, or in MiB where that reads better; `spmd.tree`, which formats them elsewhere, imports jax.
+
+    >>> gib(3 << 30), gib(5 << 20)
+    ('3.0 GiB', '5.0 MiB')
+    """
+    return f"{count / 2**30:,.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"

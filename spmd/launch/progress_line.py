@@ -1,0 +1,11 @@
+"""Progress of a command in one line of a terminal."""
+
+import sys
+
+from spmd.render.html import terminal_width
+
+
+def show_progress(line: str) -> None:
+    """Show progress in one line of a terminal; "" clears it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line[: min(terminal_width() - 1, 120)]}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""Pictures that callbacks give to loggers: each is a PNG or SVG file in the run's folder, and a log record names it."""
+
+import io
+import os
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import OptionError, short_repr, type_name
+from spmd.user_paths import make_folder, wrap_os_errors
+
+FOLDER = "pictures"  # in the run's folder
+COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels of an array -> how PNG calls them
+MAGIC = b"\x89PNG\r\n\x1a\n"
+
+
+def write_picture(folder: Path, name: str, step: int, picture: Any) -> Path:
+    """Write a picture to the run's folder, in place of an earlier one of this name and step; returns its path in it.
+
+    Args:
+      picture: a matplotlib figure; a picture of `spmd.viz`; an array of uint8, [height, width] or [height, width, channels], of 1 to 4
+        channels; or the path of a PNG or SVG file, which is copied.
+
+    Raises:
+      OptionError: it is none of these, `name` is no name, or the file cannot be read or written.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise OptionError(f"log_picture: name={short_repr(name)}.", fix='a name, such as "confusion".')
+    content, suffix = _as_file(picture)
+    path = Path(FOLDER) / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}-{step:08d}{suffix}"
+    make_folder(folder / FOLDER, OptionError)
+    with wrap_os_errors(folder / path, OptionError):
+        (folder / path).write_bytes(content)
+    return path
+
+
+def _as_file(picture: Any) -> tuple[bytes, str]:
+    """The contents of a file, and its suffix."""
+    if isinstance(picture, str | os.PathLike):
+        path = Path(os.fspath(picture))
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise OptionError(f"log_picture: {path} cannot be read: {error.strerror}.", fix="the path of a file.") from error
+        suffix = ".png" if content.startswith(MAGIC) else ".svg" if b"<svg" in content[:4096] else None
+        if suffix is None:
+            raise OptionError(f"log_picture: {path} is neither a PNG nor an SVG file.", fix="a file of one of these, or an array.")
+        return content, suffix
+    figure = getattr(picture, "figure", picture)  # of a picture of `spmd.viz`
+    if callable(getattr(figure, "savefig", None)):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        return buffer.getvalue(), ".png"
+    array = np.asarray(picture) if hasattr(picture, "dtype") else None
+    if array is None or array.dtype != np.uint8 or array.ndim not in (2, 3) or array.size == 0 or not 1 <= _channels(array) <= 4:
+        found = type_name(picture) if array is None else f"{array.dtype}{list(array.shape)}"
+        fix = "a matplotlib figure, a path, or an array of uint8 [height, width] or [height, width, 1 to 4 channels]."
+        raise OptionError(f"log_picture: the picture is {found}.", fix=fix)
+    return png(array), ".png"
+
+
+def _channels(array: np.ndarray) -> int:
+    return 1 if array.ndim == 2 else array.shape[2]
+
+
+def png(array: np.ndarray) -> bytes:
+    """An array of uint8 [height, width] or [height, width, channels] as a PNG file (W3C, Portable Network Graphics, second edition).
+
+    Example:
+      >>> size(png(np.zeros((2, 3, 3), np.uint8)))
+      (3, 2)
+    """
+    height, width = array.shape[:2]
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    rows = np.ascontiguousarray(array).reshape(height, -1)
+    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)  # a row begins with its filter, 0 for none
+    header = struct.pack(">IIBBBBB", width, height, 8, COLOURS[_channels(array)], 0, 0, 0)
+    return MAGIC + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(unfiltered.tobytes())) + chunk(b"IEND", b"")
+
+
+def channels(content: bytes) -> int:
+    """How many channels a PNG file has; one with a palette is shown with 3."""
+    return {colour: number for number, colour in COLOURS.items()}.get(content[25], 3)
+
+
+def size(content: bytes) -> tuple[int, int]:
+    """Width and height of a PNG file."""
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height

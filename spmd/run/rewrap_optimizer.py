@@ -1,0 +1,97 @@
+"""Restores an optimizer whose wrappers, such as `skip_spikes`, have changed: what is inside of them keeps its state.
+
+Wrappers are found by the paths of their arrays: a checkpoint has no types.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import optax
+
+from spmd.run.reshard_checkpoint import OPT
+from spmd.train.loss_scale import LossScale
+from spmd.train.spike_skip import SpikeSkip
+from spmd.train.weight_average import WeightAverage
+
+WRAPPERS: Mapping[str, tuple[Any, str]] = {  # the state of each, and the field with that of the optimizer inside
+    "skip_spikes": (SpikeSkip, "inner"),
+    "scale_loss": (LossScale, "inner"),
+    "average_weights": (WeightAverage, "inner"),
+    "optax.MultiSteps": (optax.MultiStepsState, "inner_opt_state"),
+    "optax.apply_if_finite": (optax.ApplyIfFiniteState, "inner_state"),
+}
+MAY_BE_EMPTY = "skip_state"  # of optax.MultiSteps
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrappers:
+    """The wrappers of an optimizer, outermost first.
+
+    Attributes:
+      prefixes: of the paths of each one's arrays, by its name.
+      inside: the prefix of those of the optimizer inside.
+
+    Example:
+      >>> wrappers_of(["opt/inner/0/mu/w", "opt/updates", "opt/average/w", "params/w"])
+      Wrappers(prefixes={'average_weights': 'opt/'}, inside='opt/inner/')
+    """
+
+    prefixes: dict[str, str]
+    inside: str
+
+    def split(self, path: str) -> tuple[str, str] | None:
+        """The wrapper, or "", to which an array of the optimizer belongs, and the rest of its path; None of any other array."""
+        if not path.startswith(f"{OPT}/"):
+            return None
+        if path.startswith(self.inside):
+            return "", path.removeprefix(self.inside)
+        name, prefix = max(self.prefixes.items(), key=lambda item: len(item[1]) if path.startswith(item[1]) else -1)
+        return name, path.removeprefix(prefix)
+
+
+def wrappers_of(paths: Iterable[str]) -> Wrappers:
+    """The wrappers whose arrays have these paths."""
+    inside, paths, found = f"{OPT}/", list(paths), dict[str, str]()
+    while True:
+        fields = {path.removeprefix(inside).partition("/")[0] for path in paths if path.startswith(inside)}
+        for name, (kind, inner) in WRAPPERS.items():
+            known = {*kind._fields}
+            if name not in found and known - {inner, MAY_BE_EMPTY} <= fields <= known:
+                break
+        else:
+            return Wrappers(found, inside)
+        found[name], inside = inside, f"{inside}{inner}/"
+
+
+class Rewrapping:
+    """From the arrays of a checkpoint to those of an optimizer with other wrappers, planned from paths alone.
+
+    Args:
+      saved, wanted: paths of the arrays of the checkpoint, and of the new state.
+
+    Attributes:
+      names: the path in the checkpoint of each array that is kept, by that in the new state.
+      new: paths of arrays of wrappers that the checkpoint does not have.
+      changes: what has changed, as text.
+    """
+
+    def __init__(self, saved: Collection[str], wanted: Collection[str]):
+        before, now = wrappers_of(saved), wrappers_of(wanted)
+        added, removed = ([name for name in one.prefixes if name not in other.prefixes] for one, other in ((now, before), (before, now)))
+        targets = {place: path for path in wanted if (place := now.split(path)) is not None}
+        self.names = dict[str, str]()
+        for path in saved:
+            place = before.split(path)
+            if place is None:
+                self.names[path] = path
+            elif place[0] not in removed:
+                prefix = now.prefixes[place[0]] if place[0] else now.inside
+                self.names[targets.get(place, f"{prefix}{place[1]}")] = path
+        self.new = {path for (name, _), path in targets.items() if name in added}
+        self.changes = [f"{name} was put around the optimizer, and starts new; the state inside is restored" for name in added]
+        self.changes += [f"{name} is no longer around the optimizer, and its state is dropped" for name in removed]
+
+    def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a table of the checkpoint's arrays that are kept, by their paths in the new state."""
+        return {path: arrays[saved] for path, saved in self.names.items() if saved in arrays}

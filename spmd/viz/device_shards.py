@@ -1,0 +1,164 @@
+"""What each device holds under a layout: the shards of a parameter, of its optimizer state and of the batch."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd.errors import OptionError, did_you_mean
+from spmd.layout.schema import Layout
+from spmd.layout.toml_reader import load
+from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.planner.drawings import shards_of
+from spmd.render.html import Html, framed
+from spmd.render.svg import SERIES, box, caption, frame, svg
+from spmd.train.model_setup import PlacedModel, TrainConfig
+from spmd.tree import Tree, describe, flatten
+
+DRAWN = 16  # at most this many devices are drawn
+LABEL, SIDE, GAP = 78, 27, 3  # widths of labels and of a device's square, in SVG units
+LINES = 4  # at most this many of a shard's parts along one dim are drawn
+
+
+def shards(
+    model: Any,
+    layout: str | Path | Layout = "data_parallel",
+    *,
+    mesh: str | Mapping[str, int] | MeshSpec | None = None,
+    devices: int = 8,
+    optimizer: Any = None,
+    parameter: str | None = None,
+    batch: Tree | None = None,
+) -> Html:
+    """What each device of a mesh holds, for a notebook's cell: one column for each device, and one row for each array.
+
+    A square is the array, and its filled part is what the device has of it. The same colour is the same shard, so an array of one colour is
+    replicated. The last dim is drawn horizontally, all others vertically. Nothing is allocated, and the devices need not be there.
+
+    Args:
+      model: as `fit` takes it.
+      mesh: None: the layout's.
+      devices: of the mesh, if one of its sizes is -1.
+      optimizer: whose state is drawn; None: Adam.
+      parameter: the path of the one to draw; None: the largest.
+      batch: arrays or their shapes, of which the first is drawn; None: one that has the dims that the layout shards.
+
+    Raises:
+      LayoutError: the layout does not fit the model or the mesh.
+      MeshError: the sizes of the mesh do not multiply to `devices`.
+      OptionError: there is no such parameter.
+
+    Example:
+      >>> import spmd
+      >>> import jax.numpy as jnp
+      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
+      >>> shown = shards(model, "zero1", mesh="data=4")
+      >>> "w: replicated" in shown, "moments: 0 of 4 shards" in shown
+      (True, True)
+    """
+    declared = load(layout)
+    sizes = MeshSpec.parse(mesh if mesh is not None else dict(declared.mesh) or {"data": -1})
+    sizes = sizes.resolve(devices) if -1 in sizes.sizes.values() else sizes
+    placed = PlacedModel(TrainConfig(model, _no_loss, optimizer or optax.adam(1e-3)), abstract_mesh(sizes), declared)
+    arrays = _arrays(placed, parameter, batch)
+    return framed(_drawing(arrays, sizes, f"{declared.name} on {sizes}"))
+
+
+def _no_loss(model: Any, batch: Any) -> Any:
+    """Stands where a loss would: nothing is computed."""
+    raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """An array, and whether dim 0 is that of the workers, each of which has an array of its own."""
+
+    title: str
+    leaf: Any
+    by_worker: bool = False
+
+
+def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> dict[str, _Row]:
+    """What is drawn, by the label of its row."""
+    state, places = placed.abstract_state, placed.resolved.placements
+    if parameter is not None and parameter not in places:
+        raise OptionError(f'shards: there is no parameter "{parameter}".', fix=did_you_mean(parameter, places))
+    path = parameter or max(places, key=lambda name: (len(places[name].shape) > 1, places[name].nbytes))
+    param = flatten(state.params)[path]
+    arrays = {"parameter": _Row(path, param)}
+    for kind, leaf in flatten(state.exchange.get(path, {})).items():
+        if kind in ("own", "held"):  # servers have the parameters, and each worker trains a copy or has received one
+            arrays = {"worker's": _Row(f"{path}, each worker's", leaf, by_worker=True), "servers'": _Row(f"{path}, the servers'", param)}
+    moments = [leaf for name, leaf in flatten(state.opt).items() if name.endswith(f"/{path}") and leaf.ndim >= param.ndim]
+    if moments:
+        arrays["moments"] = _Row("moments", moments[0], by_worker=moments[0].ndim > param.ndim)
+    name, leaf = next(iter(flatten(batch).items())) if batch is not None else ("batch", None)
+    spec = placed.resolved.batch_spec(name)
+    shape = leaf.shape if leaf is not None else (8 * MeshSpec.parse(placed.mesh).size,) * max(2, len(spec))
+    last = max((at for at, entry in enumerate(spec) if entry), default=0)
+    rows = jax.ShapeDtypeStruct(shape[: max(2, last + 1)], "float32", sharding=NamedSharding(placed.mesh, PartitionSpec(*spec)))
+    return arrays | {"batch": _Row(name, rows)}
+
+
+def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
+    count, inner, top, parts = min(mesh.size, DRAWN), mesh.size, 0.0, []
+    for axis, size in mesh.axes:
+        inner //= size
+        if size == 1:
+            continue
+        parts.append(caption(0, top + 11, axis))
+        for at in range(-(-count // inner)):
+            left, right = LABEL + at * inner * SIDE, LABEL + min((at + 1) * inner, count) * SIDE - GAP
+            parts.append(f'<path d="M{left} {top + 14.5}H{right}" stroke="var(--line)"/>')
+            parts.append(caption((left + right) / 2, top + 11, str(at % size), "middle"))
+        top += 18
+    top += 3
+    for name, row in arrays.items():
+        parts.append(caption(0, top + SIDE / 2 + 2, name))
+        for device, (number, shown, filled) in enumerate(_held(row)[:count]):
+            left = LABEL + device * SIDE
+            parts.append(frame(left, top, SIDE - GAP, SIDE - GAP, f"device {device}, {row.title}: {shown} of {describe(row.leaf)}"))
+            for rectangle in filled:
+                x, y, width, height = ((SIDE - GAP) * share for share in rectangle)
+                parts.append(box(left + x, top + y, width, height, SERIES[number % len(SERIES)], f"{row.title}: {shown}"))
+        top += SIDE + 2
+    if count < mesh.size:
+        parts.append(caption(0, top + 12, f"{mesh.size - count} more devices are not drawn"))
+        top += 18
+    return svg(top, parts, f"{label}: what each device holds", width=LABEL + count * SIDE)
+
+
+def _held(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
+    """For each device the number of its shard, what that is in words, and its parts of a unit square."""
+    holders = shards_of(row.leaf)
+    counts = [1 + max(index[dim] for index in holders) for dim in range(row.leaf.ndim)]
+    skipped = int(row.by_worker)
+    held = {}
+    for number, (index, devices) in enumerate(sorted(holders.items())):
+        shown = "replicated" if len(holders) == 1 else f"{number} of {len(holders)} shards"
+        filled = _filled(row.leaf.shape[skipped:], counts[skipped:], index[skipped:])
+        held |= dict.fromkeys(devices, (number, shown, filled))
+    return [held[device] for device in sorted(held)]
+
+
+def _filled(shape: Sequence[int], counts: Sequence[int], index: Sequence[int]) -> list[tuple[float, ...]]:
+    """The parts of a unit square that are a shard: left, top, width and height of each.
+
+    >>> _filled((4, 8), (2, 1), (1, 0))
+    [(0.0, 0.5, 1.0, 0.5)]
+    """
+    *upper, last = zip(index, counts, shape, strict=True) if shape else [(0, 1, 1)]
+    intervals = [(0.0, 1.0)]
+    for at, count, size in reversed(upper):
+        if intervals == [(0.0, 1.0)]:
+            intervals = [(at / count, 1 / count)]
+            continue
+        lines = min(size // count, LINES)
+        each = 1 / count / lines
+        intervals = [(at / count + (line + begin) * each, height * each) for line in range(lines) for begin, height in intervals]
+    at, count, _ = last
+    return [(at / count, begin, 1 / count, height) for begin, height in intervals]

@@ -1,0 +1,75 @@
+"""The search of the built site finds the right page for what newcomers ask, and no logs of benchmarks."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docpages import ROOT
+
+QUESTIONS = {  # a question -> pages that answer it
+    "how do I freeze the encoder?": {"cookbook/finetuning.html"},
+    "will it fit on two 4090s?": {"cookbook/devices.html", "plan.html"},
+    "my loss is NaN": {"cookbook/memory.html", "troubleshooting.html"},
+    "use wandb": {"cookbook/tracking.html"},
+    "EMA": {"cookbook/training.html"},
+    "mixed precision": {"cookbook/training.html"},
+    "fine-tune": {"cookbook/finetuning.html"},
+    "resume": {"cookbook/devices.html", "tour.html"},
+    "out of memory": {"cookbook/memory.html", "troubleshooting.html"},
+    "multiple nodes slurm": {"cookbook/devices.html", "clusters.html"},
+    "early stopping": {"cookbook/training.html"},
+    "learning rate schedule": {"cookbook/training.html"},
+    "gradient accumulation": {"cookbook/training.html"},
+    "gradient clipping": {"cookbook/training.html"},
+    "GAN": {"cookbook/loops.html"},
+    "custom training loop": {"cookbook/loops.html"},
+    "custom metric": {"cookbook/losses.html"},
+    "padding mask": {"cookbook/losses.html"},
+    "kubernetes": {"cookbook/devices.html", "clusters.html"},
+    "profile": {"cookbook/tracking.html", "plan.html"},
+    "tensorboard": {"cookbook/tracking.html"},
+    "pytorch dataloader": {"cookbook/data.html"},
+    "data too large for memory": {"cookbook/data.html"},
+    "hyperparameter search": {"cookbook/after.html", "sweeps.html"},
+    "lora": {"cookbook/finetuning.html", "pretrained.html"},
+    "address already in use": {"troubleshooting.html"},
+    "jax does not see my gpu": {"troubleshooting.html"},
+    "stuck, hangs": {"troubleshooting.html"},
+    "is not divisible": {"troubleshooting.html"},
+    "keras": {"from_keras.html"},
+    "pytorch lightning": {"from_lightning.html"},
+    "accelerate": {"from_accelerate.html"},
+    "maxtext": {"from_maxtext.html"},
+}
+FIRST = 3  # results that are seen without scrolling
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Question -> the pages that the site's search lists, in the order of a browser: the theme's own script ranks them, in node."""
+    node, material = shutil.which("node"), pytest.importorskip("material")
+    if node is None:
+        pytest.skip("the search is a script, which node runs")
+    site = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (worker,) = (Path(material.__path__[0]) / "templates/assets/javascripts/workers").glob("search*.js")
+    command = [node, str(Path(__file__).parent / "search.js"), str(worker), str(site / "search/search_index.json"), *QUESTIONS]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return {question: [parts[0].partition("#")[0] for parts in pages] for question, pages in json.loads(answer.stdout).items()}
+
+
+@pytest.mark.system
+def test_search_finds_the_page_that_answers(found):
+    wrong = {question: pages[:FIRST] for question, pages in found.items() if not QUESTIONS[question] & set(pages[:FIRST])}
+    assert not wrong
+
+
+@pytest.mark.system
+def test_search_finds_no_logs_of_benchmarks(found):
+    assert not {question: pages for question, pages in found.items() if any(page.startswith("benchmarks/") for page in pages)}
+    assert all(found.values())
