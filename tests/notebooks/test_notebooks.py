@@ -70,7 +70,7 @@ def test_committed_copy_is_executed(path):
     assert len(code) <= 10  # one story
     outputs = [output for cell in code for output in cell["outputs"]]
     assert not any(output["output_type"] == "error" for output in outputs)
-    assert any("image/svg+xml" in output.get("data", {}) or "data:image/svg+xml" in str(output.get("data")) for output in outputs)
+    assert re.search("image/(png|svg)", json.dumps(outputs))
 
 
 @by_notebook
@@ -92,8 +92,9 @@ def test_notebooks_are_small():
 def quickstart(shown):
     assert shown.html.count("<svg") == 6  # two curves of the result, two bars' of the loss, two arrays
     assert re.findall(r'text-anchor="middle">([^<]*)</text>', shown.html) == ["0-7", *"01234567"]  # who holds the kernel
-    assert "<td>data 3</td><td>6</td><td>7</td>" in shown.html and "<th>bytes/device</th>" in shown.html  # the mesh, and the table
-    assert shown.text.count("eval_accuracy") == 12  # five evaluations and the last picture of the bar, for both layouts
+    assert re.search(r"<td>data 3</td><td[^>]*>6</td><td[^>]*>7</td>", shown.html) and ">bytes/device</th>" in shown.html  # mesh and table
+    assert shown.text.count("eval_accuracy") == 2  # beside the bars; the curves below them have a point for each evaluation
+    assert shown.html.count("<circle") >= 2 * 5
     assert shown.text.count("samples/s") == 2  # the bar is one output that is redrawn
     assert "test accuracy 0.9" in shown.text
 
@@ -143,7 +144,7 @@ def model_parallel(shown):
     idle = re.findall(r"^(\w+) +(\d+) ticks +([\d.]+)% idle, by the formula ([\d.]+)%", shown.text, re.MULTILINE)
     assert [(name, int(ticks)) for name, ticks, *_ in idle] == [("gpipe", 22), ("1f1b", 22), ("circular", 38)]
     assert [float(share) for *_, share, _ in idle] == [float(share) for *_, share in idle] == [27.3, 27.3, 15.8]
-    assert len(re.findall(r"^LayerStack of 8 layers: .* 8 microbatches: \d+ ticks, (?:27.3|15.8)% idle\.", shown.text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\w+: LayerStack of 8 layers: .* \d+ ticks, (?:27.3|15.8)% idle\.", shown.text, re.MULTILINE)) == 3
     differences = [float(number) for number in re.findall(r"differ by at most ([\d.]+e-\d+)", shown.text)]
     assert len(differences) == 4 and max(differences) < 1e-4
     start, end = map(float, re.search(r"from ([\d.]+) to ([\d.]+)\.", shown.text).groups())
