@@ -52,7 +52,7 @@ class Evaluator:
         finally:
             run.history.add_evaluation(run.step, run.evaluated)
             write_record(config.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
-            config.progress.say(f"step {run.step}: " + "  ".join(f"{name} {value:.4f}" for name, value in run.evaluated.items()))
+            config.progress.evaluated(run.step, run.evaluated)
 
     def _show(self, name: str, picture: Any) -> None:
         """Give the picture of a metric to the loggers of a run that has a folder."""
