@@ -137,8 +137,8 @@ class Result:
         return export(self.trainer, self.state, folder, **options)
 
 
-@interruptible()
 @outside_of_mesh(default=True)
+@interruptible()
 def fit(
     model: Any,
     data: Any,

@@ -16,6 +16,7 @@ from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.inference.forward import call_in_chunks, check_inputs, concatenated, describe_tree, with_rows
 from spmd.inference.weights import Stored, read_arrays
 from spmd.run.manifest import find_damage, read_json
+from spmd.tracebacks import trims_tracebacks
 from spmd.tree import Tree, describe
 
 
@@ -113,6 +114,7 @@ class ExportedModel:
         return concatenated(jax.device_get(chunk) for chunk in chunks)
 
 
+@trims_tracebacks
 def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     """Load a model written by `export`, without the model's code; nothing in the folder is executed as Python.
 

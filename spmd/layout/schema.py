@@ -14,6 +14,7 @@ from spmd.layout.precision import Precision
 from spmd.layout.remat import Remat
 from spmd.layout.trained import Adapter, Train
 from spmd.specs import Entry, Spec, entry_axes
+from spmd.tracebacks import trims_tracebacks
 from spmd.wire.server.declaration import ParameterServer
 
 IMPLEMENTATIONS = ("auto", "cudnn", "triton", "splash", "xla", "chunked")  # of attention
@@ -178,6 +179,7 @@ class Layout:
             object.__setattr__(self, name, pairs)
 
     @staticmethod
+    @trims_tracebacks
     def load(source: "str | Path | Layout") -> "Layout":
         """The `Layout` that is shipped under a name or stored in a TOML file; a `Layout` is checked and returned."""
         return FUNCTIONS["load"](source)

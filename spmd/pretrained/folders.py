@@ -32,6 +32,7 @@ from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Tensor, WeightFiles
 from spmd.pretrained.write_weights import write_folder
 from spmd.run.progress import NoProgress, make_progress
 from spmd.specs import pspec
+from spmd.tracebacks import trims_tracebacks
 from spmd.tree import Tree, flatten, map_paths, parse_bytes
 from spmd.user_paths import as_path
 
@@ -148,6 +149,7 @@ class Outline:
         return match_tensors(self.name_map, files.tensors, self.arrays, flatten(self.abstract.params), str(files.where))
 
 
+@trims_tracebacks
 def load(
     folder: str | Path,
     *,
@@ -315,6 +317,7 @@ def _made_by_the_model(model: NnxModel, abstract: Variables, where: Sharding) ->
         return Variables(*jax.jit(make, out_shardings=({path: new.sharding for path, new in abstract.params.items()}, where, where))())
 
 
+@trims_tracebacks
 def save(
     model: Any,
     folder: str | Path,

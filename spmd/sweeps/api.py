@@ -41,8 +41,8 @@ from spmd.train.program_facts import text_facts
 from spmd.train.state import checksums
 
 
-@interruptible()
 @outside_of_mesh()
+@interruptible()
 def sweep(
     make_model: Callable[..., Any],
     data: Any,

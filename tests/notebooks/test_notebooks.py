@@ -92,9 +92,9 @@ def test_notebooks_are_small():
 def quickstart(shown):
     assert shown.html.count("<svg") == 6  # two curves of the result, two bars' of the loss, two arrays
     assert re.findall(r'text-anchor="middle">([^<]*)</text>', shown.html) == ["0-7", *"01234567"]  # who holds the kernel
-    cells = shown.html.replace(' class="number"', "")
-    assert "<td>data 3</td><td>6</td><td>7</td>" in cells and "<th>bytes/device</th>" in cells  # the mesh, and the table
-    assert shown.text.count("eval_accuracy") == 12  # five evaluations and the last picture of the bar, for both layouts
+    assert re.search(r"<td>data 3</td><td[^>]*>6</td><td[^>]*>7</td>", shown.html) and ">bytes/device</th>" in shown.html  # mesh and table
+    assert shown.text.count("eval_accuracy") == 2  # beside the bars; the curves below them have a point for each evaluation
+    assert shown.html.count("<circle") >= 2 * 5
     assert shown.text.count("samples/s") == 2  # the bar is one output that is redrawn
     assert "test accuracy 0.9" in shown.text
 

@@ -198,3 +198,24 @@ def test_a_notebook_is_where_cells_run_not_where_its_kernel_was_imported(monkeyp
     for shell, painted in ((type("Terminal", (), {})(), False), (type("Cells", (), {"kernel": None})(), True)):
         monkeypatch.setattr(IPython, "get_ipython", lambda shell=shell: shell)
         assert isinstance(make_progress("auto"), NoProgress) != painted
+
+
+def test_a_notebook_shows_evaluations_as_points_of_the_curve(monkeypatch, capsys):
+    import IPython.display
+
+    shown = []
+    handle = SimpleNamespace(update=lambda content, raw: shown.append(content))
+    monkeypatch.setattr(progress, "_in_kernel", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", lambda *given, **options: handle)
+    display = make_progress("auto")
+    with display.doing("tracing"):
+        assert shown == [{"text/plain": "tracing"}]
+    display.start(0, 40)
+    for step in (10, 20):
+        display.update(step, 0, {"loss": 2.0 / step}, 32 * step)
+        display.evaluated(step, {"eval_loss": 3.0 / step, "eval_accuracy": 0.75})
+    display.close()
+    last = shown[-1]
+    assert "20/40" in last["text/plain"] and "eval_loss 0.15  eval_accuracy 0.75" in last["text/plain"]
+    assert last["text/html"].count("<circle") == 2 and last["text/html"].count("<polyline") == 1
+    assert capsys.readouterr().out == ""
