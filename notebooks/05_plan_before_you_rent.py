@@ -116,8 +116,8 @@ for fix in fixes:
     print(fix)
 
 # %% [markdown]
-# Fused attention, which keeps no scores, is almost enough. It fits, in half of the memory, when only the results of matrix products are kept
-# (`dots`) and the rest is computed again in the backward pass.
+# Fused attention, which keeps no scores, is almost enough. It fits, in half of the memory, when only the results of matrix products are
+# kept (`dots`) and the rest is computed again in the backward pass.
 #
 # ## The fastest that fits
 #
