@@ -95,7 +95,7 @@ print(f"{sum(np.prod(leaf.shape) for leaf in leaves) / 1e6:.1f} million paramete
 # ## It does not fit
 #
 # Data-parallel training keeps all parameters and both of Adam's moments on every device. A notebook shows the plan as a page; a
-# terminal shows it as text, and `plan.save("plan.html")` writes the page to a file. The compiler takes a few seconds.
+# terminal shows it as text, and `plan.save("plan.html")` writes the page to a file. The compiler takes up to half a minute.
 
 # %%
 first = spmd.plan(make_model, batch, target=target, layout="data_parallel", **training)
