@@ -1,5 +1,6 @@
 """A mesh from a few words: axis names and sizes, checked against the devices there are."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -11,11 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd.errors import MeshError, did_you_mean, short_repr, type_name
+from spmd.errors import CompileError, LossError, MeshError, OptimizerError, SpmdError, did_you_mean, first_line, short_repr, type_name
+from spmd.explicit_arrays import closed_over
 from spmd.tracebacks import trims_tracebacks
 from spmd.xla import simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SHOWN = 8  # arrays in an error
 _NO_MESH = Mesh(np.empty((), object), ())
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -170,7 +173,8 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
 
 def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
     """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays are, and a mesh that is set would
-    say so, too, for every operation. Public functions are decorated with it, so it also trims tracebacks (`spmd/tracebacks.py`).
+    say so, too, for every operation. Where JAX fails on arrays that were made under one with explicit axes, a `MeshError` names them.
+    Public functions are decorated with it, so it also trims tracebacks (`spmd/tracebacks.py`).
 
     Args:
       default: the mesh that is set is the function's argument `mesh`, where none is given.
@@ -191,16 +195,38 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
                 mesh = jax.sharding.get_mesh()
             except ValueError:  # inside of `jax.jit`, where it cannot be changed
                 return function(*arguments, **options)
-            if jax.sharding.get_abstract_mesh().empty:
-                return function(*arguments, **options)
             if default and options.get("mesh") is None and not mesh.empty:  # as it is under `use_abstract_mesh`
                 options["mesh"] = mesh
-            with jax.set_mesh(_NO_MESH):
-                return function(*arguments, **options)
+            is_set = not jax.sharding.get_abstract_mesh().empty
+            try:
+                with jax.set_mesh(_NO_MESH) if is_set else contextlib.nullcontext():
+                    return function(*arguments, **options)
+            except Exception as error:
+                _explain(error, (arguments, options))
+                raise
 
         return trims_tracebacks(call)  # type: ignore[return-value]
 
     return wrap
+
+
+def _explain(error: Exception, used: Any) -> None:
+    """Raise an error that names the arrays with explicit axes that functions among the objects `used` close over, if JAX may have failed
+    on them.
+
+    Raises:
+      MeshError: there are such arrays.
+    """
+    outer, root = error, error
+    while root.__cause__ is not None and isinstance(root.__cause__, Exception):
+        root = root.__cause__
+    if isinstance(root, SpmdError) or (isinstance(outer, SpmdError) and not isinstance(outer, CompileError | LossError | OptimizerError)):
+        return
+    if isinstance(root, ValueError | TypeError | NotImplementedError) and (arrays := closed_over([used])):
+        listed = "".join(f"\n    {array}" for array in arrays[:SHOWN])
+        why = f"arrays were made under a mesh with explicit axes, and JAX computes with them only there:{listed}\n    {first_line(error)}"
+        fix = "make them where no mesh is set with jax.set_mesh; there jax.numpy.asarray(numpy.asarray(array)) makes a copy of one."
+        raise MeshError(why, fix=fix) from error
 
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:

@@ -378,22 +378,29 @@ class Trainer:
 
     @outside_of_mesh()
     def measure(
-        self, state: State, stops: Callable[[int], bool], data: Any, *, batch_size: int | None = None, retries: int = 0
+        self,
+        state: State,
+        stops: Callable[[int], bool],
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        retries: int = 0,
+        show: Callable[[str, Any], None] | None = None,
     ) -> dict[str, float] | None:
         """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it. A batch that cannot be read is
-        tried again `retries` times."""
+        tried again `retries` times. `show` gets the pictures of metrics, by name."""
         reader = self._eval_source(data, batch_size)
         check_alive(state)
         program, placer = bind_rows(reader, self._evaluation(reader.sample()))
         placed = map(placer, allow_transfers(read_epoch(reader, 0, retries=retries, stops=lambda: bool(watchdog.current().stop_reason))))
         batches = uneven_batches.require_equal_counts(placed, "the evaluation's data") if reader.threaded else placed
         with watchdog.current().in_phase("eval"):
-            return measured(program, placer, state, batches, stops)
+            return measured(program, placer, state, batches, stops, show)
 
     @outside_of_mesh()
-    def measure_averaged(self, state: State, stops: Callable[[int], bool], data: Any, *, retries: int = 0) -> dict[str, float] | None:
+    def measure_averaged(self, state: State, stops: Callable[[int], bool], data: Any, **options: Any) -> dict[str, float] | None:
         """As `measure`, of the average of the weights."""
-        return self.measure(self.averaged(state), stops, data, retries=retries)
+        return self.measure(self.averaged(state), stops, data, **options)
 
     @outside_of_mesh()
     def check_evaluation(self, data: Any) -> tuple[str, ...]:

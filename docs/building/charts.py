@@ -107,6 +107,51 @@ def wavefront_schedule() -> str:
     return svg(y + 20, parts, "a wavefront: each GPU has one layer, and works one chunk of time behind the one above", width=NARROW)
 
 
+def schedules() -> str:
+    """The three schedules of a pipeline of four stages and eight microbatches, in time: a tick of two groups is half as long."""
+    left, high, y, parts = 48, 15, 0.0, []
+    kinds = {"gpipe": 1, "circular": 2, "1f1b": 1}
+    made = {name: make_schedule(name, stages=4, microbatches=8, groups=groups) for name, groups in kinds.items()}
+    longest = max(schedule.ticks / kinds[name] for name, schedule in made.items())
+    for name, schedule in made.items():
+        wide = (NARROW - left) / longest / kinds[name]
+        groups = f", {kinds[name]} groups of layers" if kinds[name] > 1 else ""
+        parts.append(heading(0, y + 13, f"{name}{groups}: {schedule.bubble:.0%} idle"))
+        y += 20
+        for stage in range(schedule.stages):
+            parts.append(caption(0, y + stage * high + 12, f"stage {stage}"))
+        for tick, row in enumerate(schedule.table):
+            for stage, work in enumerate(row):
+                colour = "soft" if work is None else "c" if work.backward else "a"
+                shade = "" if work is None else f' fill-opacity="{0.5 + 0.5 * work.microbatch / 7:.2f}"'
+                shape = f'x="{left + tick * wide:.1f}" y="{y + stage * high + 1:.0f}" width="{wide - 0.7:.1f}" height="{high - 2}"'
+                parts.append(f'<rect {shape} fill="var(--{colour})"{shade}/>')
+        y += schedule.stages * high + 10
+    parts += [legend(0, y + 12, "a", "forward"), legend(90, y + 12, "c", "backward"), legend(190, y + 12, "soft", "idle")]
+    return svg(y + 18, parts, "gpipe, circular and 1f1b schedules of four stages and eight microbatches", width=NARROW)
+
+
+def finetuning() -> str:
+    """Memory of an H100 that fine-tuning 8 B parameters is expected to need."""
+    rows = [row for row in table("finetune_plans") if row["devices"] == "1xh100"]
+    drawn = [
+        (row["trained"].replace(" weights", "") if "," in row["trained"] else row["trained"], number(row["expected"]), row) for row in rows
+    ]
+    words = [(name, size, f"{size:.1f} GiB", LOST if "not fit" in row["expected"] else GOOD) for name, size, row in drawn]
+    return bars("8 B parameters on one 80 GB H100, planned", words, mark=79.1)
+
+
+def sweep() -> str:
+    """Seconds for 64 networks."""
+    names = {"one program": "one program", "the same": "exact=False", "`spmd.fit`": "one by one"}
+    drawn = [
+        (next(short for start, short in names.items() if row["arm"].startswith(start)), number(row["seconds, median"]))
+        for row in table("sweep")
+    ]
+    words = [(name, value, f"{value:.1f} s", OTHER if name == "one by one" else OURS) for name, value in drawn]
+    return bars("64 networks, 20 epochs of digits", words)
+
+
 def published() -> str:
     """Planned / measured of every published run that has both."""
     rows = [row for row in table("published") if row["ratio"]]
@@ -234,11 +279,11 @@ def sharded_kernel() -> str:
         y = 26 + 15 * device
         parts.append(box(0, y, 92, 14, SERIES[device], f"shard {device}"))
         column, row = device % 2, device // 2
-        x, top = 150 + 58 * column, 26 + 31 * row
+        x, top = 140 + 56 * column, 26 + 31 * row
         parts.append(f'<rect x="{x}" y="{top}" width="50" height="26" rx="4" fill="var(--soft)" stroke="var(--line)"/>')
         parts.append(box(x + 4, top + 16, 42, 6, SERIES[device], f"shard {device}"))
         parts.append(caption(x + 25, top + 12, f"GPU {device}", "middle"))
-    parts.append('<path d="M104 86h30" stroke="currentColor" stroke-width="2"/><path d="M140 86l-8 -5v10z" fill="currentColor"/>')
+    parts.append('<path d="M102 86h24" stroke="currentColor" stroke-width="2"/><path d="M132 86l-8 -5v10z" fill="currentColor"/>')
     return svg(152, parts, "a kernel in eight shards, one on each of eight GPUs", width=PANEL)
 
 

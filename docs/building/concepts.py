@@ -229,28 +229,96 @@ REGIONS = (  # the first and the last box inside, the title, the inset
 )
 
 
-def step() -> str:
-    """One training step from top to bottom: computation, communication, and the arrays between them."""
-    tops, y, parts = [], 26.0, []
-    for number, _ in enumerate(STEP):
-        y += 22 * any(first == number for first, _, _, inset in REGIONS if number)
+def flow(boxes, label: str, regions=()) -> str:
+    """Boxes from top to bottom: computation, communication, and the arrays or files between them; a region frames some of them."""
+    tops, y, parts = [], 26.0 if regions else 2.0, []
+    for number, _ in enumerate(boxes):
+        y += 22 * any(first == number for first, _, _, _ in regions if number)
         tops.append(y)
-        y += 56 + 10 * any(last == number for _, last, _, _ in REGIONS)
-    for first, last, title, inset in REGIONS:
+        y += 56 + 10 * any(last == number for _, last, _, _ in regions)
+    for first, last, title, inset in regions:
         top, bottom = tops[first] - 24, tops[last] + 40 + (12 if inset == 1 else 6)
         shape = f'x="{inset}" y="{top:.1f}" width="{NARROW - 2 * inset}" height="{bottom - top:.1f}"'
         parts.append(f'<rect {shape} rx="8" fill="none" stroke="var(--line)" stroke-dasharray="4 3"/>')
         parts.append(caption(inset + 8, top + 16, title))
-    for number, ((colour, title, place), top) in enumerate(zip(STEP, tops, strict=True)):
+    for number, ((colour, title, place), top) in enumerate(zip(boxes, tops, strict=True)):
         shape = f'x="18" y="{top}" width="{NARROW - 36}" height="40" rx="7"'
         parts.append(f'<rect {shape} fill="var(--{colour})" fill-opacity="0.22" stroke="var(--{colour})"/>')
         parts += [heading(28, top + 16, title), f'<g opacity="0.8">{caption(28, top + 32, place)}</g>']
-        if number < len(STEP) - 1:
+        if number < len(boxes) - 1:
             parts.append(_arrow(NARROW / 2, top + 41, NARROW / 2, tops[number + 1] - 1))
+    if not regions:
+        return svg(y - 12, parts, label, width=NARROW)
     y += 8
     for left, colour, word in ((0, "f", "array"), (90, "a", "compute"), (200, "c", "communication")):
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="14" height="14" rx="3" fill="var(--{colour})" fill-opacity="0.22" stroke="var(--{colour})"/>'
-        )
+        square = f'<rect x="{left}" y="{y}" width="14" height="14" rx="3" fill="var(--{colour})"'
+        parts.append(f'{square} fill-opacity="0.22" stroke="var(--{colour})"/>')
         parts.append(caption(left + 20, y + 12, word))
-    return svg(y + 18, parts, "one training step: eight operations on the shards of the state", width=NARROW)
+    return svg(y + 18, parts, label, width=NARROW)
+
+
+def step() -> str:
+    """One training step."""
+    return flow(STEP, "one training step: eight operations on the shards of the state", REGIONS)
+
+
+def data_path() -> str:
+    """How records get from files to devices."""
+    boxes = (
+        ("f", "files", "CSV, TFRecord, Parquet, text, images, ..."),
+        ("a", "shuffle over all records", "the same order for a seed, on any mesh"),
+        ("a", "read and decode", "in worker processes, if workers=N"),
+        ("f", "a batch on the host", "rows, and a weight of each: 0 for padding"),
+        ("c", "place on the mesh", "a worker gets its rows, two batches ahead"),
+        ("f", "shards of the batch", "one program, whatever the last batch holds"),
+    )
+    return flow(boxes, "from files to devices: shuffled, read, batched, placed on the mesh")
+
+
+def restart() -> str:
+    """What happens after a process has failed."""
+    boxes = (
+        ("bad", "a process fails, or says nothing", "exit code, exception, or the watchdog's limit"),
+        ("a", "all processes end", "the launcher names the one that failed first"),
+        ("a", "a new attempt", "new processes, or spare ones that wait"),
+        ("c", "processes join, and compare", "code, layout, data, options: equal on all"),
+        ("f", "newest complete checkpoint", "of a host's memory, a neighbour's, or the disk"),
+        ("good", "training resumes", "and ends in the bits of a run without a fault"),
+    )
+    return flow(boxes, "after a fault: end, start again, join, restore, train")
+
+
+def export() -> str:
+    """From a result to answers."""
+    boxes = (
+        ("f", "result", "a trained state, sharded over devices"),
+        ("a", "result.export(folder)", "StableHLO, weights and metadata; int8, if asked"),
+        ("f", "a folder", "it needs none of the model's code"),
+        ("a", "spmd.load_exported(folder)", "one device or many"),
+        ("f", "predictions", "of one model, or of an ensemble"),
+    )
+    return flow(boxes, "from a trained state to predictions without the model's code")
+
+
+LEVELS = (
+    ("errors, tree, rng, specs, xla, ...", "what needs nothing"),
+    ("render, user_paths, path_match, fields", "tables, drawings, paths"),
+    ("wire, program_cache", "codecs and collectives"),
+    ("mesh, models, layout", "where arrays live"),
+    ("nn, sync", "stacks and attention; gradients of a layout"),
+    ("train, data, distributed", "the step, batches, processes"),
+    ("planner, run", "plans; the loop"),
+    ("api, trainer, sweeps, inference, pretrained", "what users call"),
+    ("launch, viz", "the command line, pictures"),
+)
+
+
+def packages() -> str:
+    """The levels of packages; each imports only from those below it."""
+    parts = []
+    for level, (names, what) in enumerate(LEVELS):
+        top = 2 + 42 * (len(LEVELS) - 1 - level)
+        rest = f'fill="var(--a)" fill-opacity="{0.1 + 0.05 * level:.2f}" stroke="var(--a)"'
+        parts.append(f'<rect x="26" y="{top}" width="{NARROW - 27}" height="38" rx="6" {rest}/>')
+        parts += [caption(4, top + 24, str(level)), heading(36, top + 16, names), f'<g opacity="0.8">{caption(36, top + 31, what)}</g>']
+    return svg(4 + 42 * len(LEVELS), parts, "levels of packages: imports go from the top to the bottom", width=NARROW)

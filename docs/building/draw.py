@@ -15,11 +15,8 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import charts
-import concepts
-
 import spmd
+from docs.building import charts, concepts
 from spmd.layout.toml_reader import shipped
 from spmd.render.html import STYLE
 from spmd.viz.collectives import KINDS
@@ -32,6 +29,13 @@ COMMITTED: dict[str, Callable[[], str]] = {
     "decision_tree": concepts.decision_tree,
     **{f"kernel_{name}": partial(concepts.kernel, name) for name in concepts.SIX},
     **{f"collective_{name}": partial(spmd.viz.collective, name) for name in KINDS},
+    "data_path": concepts.data_path,
+    "restart": concepts.restart,
+    "export": concepts.export,
+    "packages": concepts.packages,
+    "schedules": charts.schedules,
+    "finetuning": charts.finetuning,
+    "sweep": charts.sweep,
     "wavefront": charts.wavefront,
     "wavefront_schedule": charts.wavefront_schedule,
     "published": charts.published,

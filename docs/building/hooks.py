@@ -11,10 +11,8 @@ from pathlib import Path
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # MkDocs loads this file alone
-import draw
-import notebook_pages
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # MkDocs loads this file alone
+from docs.building import draw, notebook_pages
 from spmd.layout.toml_reader import load, shipped
 from spmd.render.html import STYLE
 

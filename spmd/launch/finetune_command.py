@@ -146,7 +146,7 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
     if options.adapters is not None:
         path = as_path(options.adapters, "--adapters")
         given = Layout.load(path)
-        alone = Layout(description=given.description, train=given.train, adapters=given.adapters)
+        alone = Layout(given.description, train=given.train, adapters=given.adapters, use_when=given.use_when)
         if given != alone or not given.adapters:
             why = "it has no [[adapters]]." if not given.adapters else "it has other tables than [train] and [[adapters]]."
             raise OptionError(f"--adapters {path}: {why}", fix="[[adapters]] and [train] here, and all other tables in that of --layout.")

@@ -191,7 +191,7 @@ class CandidateSpace:
 
 
 def _comparable(layout: Layout) -> Layout:
-    return dataclasses.replace(layout, description="")
+    return dataclasses.replace(layout, description="", use_when="")
 
 
 def _doublings(sizes: Iterable[int], wanted: Iterable[int]) -> float:

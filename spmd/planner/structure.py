@@ -155,7 +155,8 @@ def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str])
     if not rules:
         return layout
     description = f"{layout.name}, with rules by path for a model whose parameters have no logical axis names."
-    return dataclasses.replace(layout, name=f"{layout.name}_by_path", description=description, axes=(), params=(*rules, *layout.params))
+    words = {"name": f"{layout.name}_by_path", "description": description, "use_when": ""}
+    return dataclasses.replace(layout, **words, axes=(), params=(*rules, *layout.params))
 
 
 def walk(axes: Axes, jaxpr: Any, inputs: Sequence[Dims]) -> list[Dims]:

@@ -29,7 +29,8 @@ class LoopConfig:
     """The parts of a run; they stay the same until it ends.
 
     Attributes:
-      evaluate: called with the state and with a function that says whether a signal stops the evaluation before batch n; None then.
+      evaluate: called with the state, with a function that says whether a signal stops the evaluation before batch n (it returns None
+        then), and with `show`, which takes the pictures of metrics.
       meta: what each checkpoint records about the run's options and data.
       device_data: arrays of a data set that lives on the devices.
       data_retries: how often in a row a batch is read again.
@@ -41,7 +42,7 @@ class LoopConfig:
     source: Source
     placer: Placer
     schedule: RunSchedule
-    evaluate: Callable[[State, Callable[[int], bool]], dict[str, float] | None] | None
+    evaluate: Callable[..., dict[str, float] | None] | None
     callbacks: Sequence[Callback]
     loggers: Sequence[Logger]
     progress: NoProgress | Progress

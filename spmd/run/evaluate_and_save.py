@@ -39,7 +39,7 @@ class Evaluator:
             run.account(EVALUATING),
             jax.transfer_guard("allow"),
         ):  # the user's evaluation data may come from anywhere
-            results = config.evaluate(run.state, self._control.stops_evaluation)
+            results = config.evaluate(run.state, self._control.stops_evaluation, show=self._show)
         self._control.watchdog.record_progress("step", run.step)
         if results is None:
             self._report_unfinished()
@@ -53,6 +53,11 @@ class Evaluator:
             run.history.add_evaluation(run.step, run.evaluated)
             write_record(config.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
             config.progress.evaluated(run.step, run.evaluated)
+
+    def _show(self, name: str, picture: Any) -> None:
+        """Give the picture of a metric to the loggers of a run that has a folder."""
+        if self._config.store is not None:
+            self._control.log_picture(self._run.step, self._run.epoch, f"eval_{name}", picture)
 
     def _report_unfinished(self) -> None:
         """Report an evaluation that was not completed; the resumed run repeats it."""

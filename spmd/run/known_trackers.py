@@ -1,11 +1,16 @@
-"""The trackers that ship with the library: wandb, MLflow and trackio."""
+"""The trackers that ship with the library: wandb, MLflow, trackio and Comet."""
 
+import importlib
+import itertools
+import json
+import logging
 import netrc
 import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -277,6 +282,123 @@ class Wandb(Tracker):
     def finish(self, *, status: str) -> None:
         """Flush; the exit code says how the run ended; 255 is that which wandb gives after Ctrl-C."""
         self._run.finish(exit_code={FINISHED: 0, FAILED: 1, STOPPED: 255}[status])
+
+
+class Comet(Tracker):
+    """A run in Comet (the extra `comet`), offline: each attempt is an archive in `comet/` in the run's folder, with the same key.
+
+    `comet upload runs/digits/comet/*.zip` sends them, and joins them to one experiment. A killed attempt leaves no archive; that of
+    the next one has its records. While spmd has a run, Comet's messages below a warning are not shown, and it logs nothing automatically.
+
+    Args:
+      project: created if missing, when archives are uploaded.
+      workspace: None: Comet's default.
+      **options: of `Tracker`.
+
+    Raises:
+      MissingExtraError: comet_ml is not installed.
+
+    Example:
+      spmd.fit(model, data, checkpoint="runs/digits", loggers=[spmd.loggers.Comet("digits")], ...)
+    """
+
+    def __init__(self, project: str = "spmd", *, workspace: str | None = None, **options: Any):
+        super().__init__(**options)
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # which the import reads
+        self._comet, self._project, self._workspace = import_extra("comet_ml", "comet"), _name("Comet: project", project), workspace
+
+    @property
+    def place(self) -> Any:
+        """Comet knows a run by its id alone."""
+        return ""
+
+    def where(self, facts: RunFacts) -> str:
+        """The project and the folder."""
+        return f"Comet: run {facts.name} of project {self._project}, offline in {self._folder(facts)}; comet upload sends it"
+
+    def _folder(self, facts: RunFacts) -> Path:
+        return (facts.folder or Path()).resolve() / "comet"
+
+    def open(self, facts: RunFacts) -> None:
+        """Begin another archive of the experiment with this key."""
+        folder = self._folder(facts)
+        folder.mkdir(parents=True, exist_ok=True)
+        archives = sorted(folder.glob(f"{facts.id}*.zip"))
+        for path in archives:
+            if not _is_complete(path):  # Comet fills it at the end; what a killed attempt leaves is empty
+                path.unlink()
+        self._earlier = [path for path in archives if path.exists()]
+        still = dict.fromkeys(("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details", "parse_args"), False)
+        still |= {"auto_output_logging": False, "auto_param_logging": False, "auto_metric_logging": False, "display_summary_level": 0}
+        logging.getLogger("comet_ml").setLevel(logging.WARNING)
+        options = {"project_name": self._project, "workspace": self._workspace, "offline_directory": str(folder), **still}
+        if self._earlier:
+            self._run = self._comet.ExistingOfflineExperiment(previous_experiment=facts.id, **options)
+        else:
+            self._run = self._comet.OfflineExperiment(experiment_key=facts.id, **options)
+        self._run.set_name(facts.name)
+        self._run.log_parameters(dict(facts.config))
+
+    def last_steps(self) -> dict[str, int]:
+        """From the archives of earlier attempts."""
+        last: dict[str, int] = {}
+        for path in self._earlier:
+            for step, name, kind in archived_rows(path):
+                name = HISTOGRAMS if kind == "histogram3d" else name
+                last[name] = max(step, last.get(name, -1))
+        return last
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """As metrics."""
+        self._run.log_metrics(dict(metrics), step=step)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """As Comet's histograms, whose bins are others: a count goes to the bin of the middle of its own."""
+        for name, each in histograms.items():
+            made = importlib.import_module("comet_ml.data_structure").Histogram()
+            middles = [(low + high) / 2 for low, high in itertools.pairwise(each.edges)]
+            used = [(middle, count) for middle, count in zip(middles, each.counts, strict=True) if count]
+            if used:
+                made.add([middle for middle, _ in used], counts=[count for _, count in used])
+                self._run.log_histogram_3d(made, name=name, step=step)
+
+    def log_picture(self, step: int, name: str, path: Path) -> None:
+        """As an image."""
+        self._run.log_image(str(path), name=name, step=step)
+
+    def add_file(self, path: Path) -> None:
+        """As an asset."""
+        self._run.log_asset(str(path), file_name=path.name, overwrite=True)
+
+    def add_checkpoints(self, folder: Path) -> None:
+        """As a value of the experiment."""
+        self._run.log_other("checkpoints", str(folder))
+
+    def finish(self, *, status: str) -> None:
+        """Write the archive; Comet has no status of archives, so it is a value of the experiment."""
+        self._run.log_other("status", status)
+        self._run.end()
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether Comet has written all of an archive."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return {"messages.json", "experiment.json"} <= set(archive.namelist())
+
+
+def archived_rows(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Steps, names and kinds ("metric", or "visualization", "histogram3d" and others) of what an archive of Comet has."""
+    with zipfile.ZipFile(path) as archive, archive.open("messages.json") as lines:
+        for message in map(json.loads, lines):
+            if message["type"] == "metric_msg" and message["payload"]["metric"]["step"] is not None:
+                metric = message["payload"]["metric"]
+                yield metric["step"], metric["metricName"], "metric"
+            elif message["type"] == "file_upload":
+                about = message["payload"]["additional_params"]
+                if about.get("step") is not None:
+                    yield about["step"], about.get("figName") or about.get("fileName"), message["payload"]["upload_type"]
 
 
 def _update(last: dict[str, int], step: int, row: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pr
 class NoProgress:
     """Shows nothing, and is never due."""
 
-    def _do_nothing(self, *args: Any) -> None:
+    def _do_nothing(self, *args: Any, **options: Any) -> None:
         """Ignore the call."""
 
     start = due = update = show = say = evaluated = close = _do_nothing
@@ -44,6 +44,7 @@ class Progress:
     def __init__(self, console: Any, period: float):
         self._console, self._period, self._total = console, period, None
         self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
+        self._profiling = 0.0  # seconds so far
         self._waited, self._waiting = 0.0, 0.0  # seconds so far, and the share of the time since the last redraw
         self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
         self._doing: list[tuple[str, float]] = []  # what is done and since when, innermost last
@@ -57,15 +58,27 @@ class Progress:
         """Whether it is time to redraw."""
         return time.monotonic() >= self._next
 
-    def update(self, step: int, epoch: int, metrics: dict[str, float], samples: int, work: Work = UNKNOWN, waited: float = 0.0) -> None:
-        """Redraw; `samples` is the number of examples since the start, `waited` the seconds of waiting for data since then."""
+    def update(
+        self,
+        step: int,
+        epoch: int,
+        metrics: dict[str, float],
+        samples: int,
+        work: Work = UNKNOWN,
+        *,
+        waited: float = 0.0,
+        profiling: float = 0.0,
+    ) -> None:
+        """Redraw. Since the start: `samples`, how many examples; `waited`, seconds of waiting for data; `profiling`, those of the profiler,
+        which are in no rate."""
         now = time.monotonic()
         self._next = now + self._period
-        if now > self._since and samples > self._seen:
-            rate = (samples - self._seen) / (now - self._since)
+        seconds = now - self._since - (profiling - self._profiling)
+        if seconds > 0 and samples > self._seen:
+            rate = (samples - self._seen) / seconds
             self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
-            self._waiting = min(max(waited - self._waited, 0.0) / (now - self._since), 1.0)
-        self._seen, self._since, self._waited = samples, now, waited
+            self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
+        self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
         numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:

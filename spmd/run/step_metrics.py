@@ -9,6 +9,7 @@ import numpy as np
 from spmd.run.callbacks import Info, ReadOnlyMetrics, check_first_loss, notify, step_callbacks
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
+from spmd.run.goodput import PROFILING
 from spmd.run.loggers import write_record
 from spmd.run.report_skips import report_skip
 from spmd.run.watch import Counts, histogram_record
@@ -30,6 +31,7 @@ class StepMetrics:
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
         self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
+        self._profiled_before = run.account.goodput[PROFILING]  # in earlier attempts
         self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
 
     def add(self, first_step: int, packed: jax.Array, rows: list[int], counts: Counts = NOTHING) -> None:
@@ -97,7 +99,9 @@ class StepMetrics:
         if self._newest is not None:
             step, epoch = self._newest_step
             metrics = {**self._means(self._newest), **self._run.evaluated}
-            self._config.progress.update(step, epoch, metrics, self._run.samples, self._config.work, self._run.account.waited)
+            account = self._run.account
+            spent = {"waited": account.waited, "profiling": account.goodput[PROFILING] - self._profiled_before}
+            self._config.progress.update(step, epoch, metrics, self._run.samples, self._config.work, **spent)
 
     def log(self) -> None:
         """Log the means since the last record; the last record of a run may cover fewer steps."""

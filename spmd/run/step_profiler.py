@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -114,14 +115,13 @@ class StepProfiler:
       profile: what `summarize` has returned; None before, and if something failed.
     """
 
-    unwritten = False  # whether this process has a trace that could not be written: JAX starts no other one before it is stopped
-
     def __init__(self, options: Profile, run_folder: Path | None, progress: NoProgress | Progress, summarize: Callable[..., Any]):
         self._options, self._run_folder, self._progress, self._summarize = options, run_folder, progress, summarize
         self._state, self._calls, self._first, self._waited = BEFORE, list[int](), 0, 0.0
         self._began_at: int | None = None  # the run's first step here
         self._given_up = threading.Event()
         self._folder, self._earlier = Path(), dict[Path, int]()
+        self._link = Path()  # to the folder: JAX asks for it when a trace starts, and it may have to be another when it stops
         self.profile: Any = None
 
     def check(self, steps_per_call: int) -> None:
@@ -166,14 +166,19 @@ class StepProfiler:
             with account(PROFILING):
                 self._bounded("stopped", self._stop_trace)
 
-    @staticmethod
-    def _stop_trace() -> None:
+    def _stop_trace(self) -> None:
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         try:
             jax.profiler.stop_trace()
-        except Exception:
-            StepProfiler.unwritten = True
+        except Exception:  # JAX starts no other trace before it has written this one, so it is written to where it can be, and removed
+            with contextlib.suppress(Exception):
+                self._link.unlink()
+                self._link.mkdir()
+                jax.profiler.stop_trace()
             raise
-        StepProfiler.unwritten = False
+        finally:
+            shutil.rmtree(self._link.parent, ignore_errors=True)
 
     def _start(self, run: RunState) -> None:
         self._state, self._first = DONE, run.step + 1
@@ -190,12 +195,16 @@ class StepProfiler:
         options.python_tracer_level, options.host_tracer_level = 0, 1  # operations, and not each call of Python
 
         def start() -> None:
-            if StepProfiler.unwritten:
-                with contextlib.suppress(Exception):
-                    self._stop_trace()
-            jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._link = Path(tempfile.mkdtemp(prefix="spmd-profile-")) / "trace"
+            self._link.symlink_to(self._folder.absolute())
+            try:
+                jax.profiler.start_trace(self._link, profiler_options=options)
+            except Exception:
+                shutil.rmtree(self._link.parent, ignore_errors=True)
+                raise
             if self._given_up.is_set():
-                jax.profiler.stop_trace()  # nothing else would
+                self._stop_trace()  # nothing else would
 
         return self._bounded("started", start)
 

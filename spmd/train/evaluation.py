@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +61,7 @@ class Totals:
     """
 
     def __init__(self, columns: tuple[str, ...], finish: Callable[[np.ndarray], dict[str, float]], undefined: Mapping[str, str] = {}):
-        self._names, self._finish, self._undefined, self._total = columns, finish, undefined, np.zeros((2, len(columns)))
+        self._names, self._finish, self._undefined, self.total = columns, finish, undefined, np.zeros((2, len(columns)))
         self._batches, self._rows = 0, 0
         self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words
 
@@ -72,13 +73,13 @@ class Totals:
             if not math.isfinite(value):
                 self._broken.setdefault(name, f"batch {self._batches}, rows {self._rows} to {self._rows + rows - 1} of the evaluation")
         self._rows += rows
-        self._total += found
+        self.total += found
 
     def means(self) -> dict[str, float]:
         """Loss and metrics over all rows; a warning names those that are not finite, and the first batch at fault."""
-        found = self._finish(self._total)
+        found = self._finish(self.total)
         lines = [f'"{name}" is {found[name]}, first in {where}' for name, where in self._broken.items()]
-        empty = dict.fromkeys(name for name, count in zip(self._names, self._total[1], strict=True) if count == 0)
+        empty = dict.fromkeys(name for name, count in zip(self._names, self.total[1], strict=True) if count == 0)
         empty |= dict.fromkeys(name for name, value in found.items() if math.isnan(value) and name not in self._broken)
         lines += [f'"{name}": {self._undefined[name]}' if name in self._undefined else f'"{name}" counted nothing' for name in empty]
         if lines:
@@ -87,9 +88,15 @@ class Totals:
 
 
 def measured(
-    program: Program, placer: Placer, state: State, batches: Iterable[Batch], stops: Callable[[int], bool]
+    program: Program,
+    placer: Placer,
+    state: State,
+    batches: Iterable[Batch],
+    stops: Callable[[int], bool],
+    show: Callable[[str, Any], None] | None = None,
 ) -> dict[str, float] | None:
-    """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it."""
+    """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it. `show` gets the
+    pictures of metrics, by name."""
     totals, stopped = Totals(program.eval_columns, program.finish_evaluation, program.undefined), False
     pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
     for number, batch in enumerate(batches, 1):
@@ -103,4 +110,9 @@ def measured(
             totals.add(*pending.popleft())
     for packed, count in pending:
         totals.add(packed, count)
-    return None if stopped else totals.means()
+    if stopped:
+        return None
+    if show is not None:
+        for name, picture in program.pictures(totals.total).items():
+            show(name, picture)
+    return totals.means()

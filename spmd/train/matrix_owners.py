@@ -5,7 +5,9 @@ all their matrices, inside a `jax.shard_map` in which a device has as many of th
 its owner, and back; all-gathers replace them where an array is replicated. The rest of the update stays on shards, and so does the state.
 """
 
+import contextlib
 import dataclasses
+import functools
 import graphlib
 import itertools
 import math
@@ -29,6 +31,7 @@ from spmd.wire import collectives
 from spmd.xla import shard_map
 
 ALL = 1 << 60  # equations: functions of jax.numpy are jits, and a matrix passes through many
+LARGER = (1,), (0, 1), (1, 1)  # entries that batch dims have more: layers, those in each layer such as experts, both
 Way = tuple[str, ...]  # mesh axes along which matrices are sent to their owners at once
 
 
@@ -38,7 +41,7 @@ class Group:
 
     Attributes:
       shape: of one matrix.
-      matrices: how many there are, layers of stacks counted.
+      matrices: how many there are, each layer of a stack, and each expert of a layer, counted.
       most: how many the devices with the most own.
       paths: the parameters, each with the number of its matrices.
       program: equal for groups whose scalars alone differ.
@@ -71,9 +74,9 @@ def update_by_owners(
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         arguments = updates, state, params, extra
         closed, shapes = _traced(run, arguments)
-        of_more, owners = _of_more_layers(optimizer, run, arguments, closed.jaxpr), _owners(arguments, resolved)
+        larger, owners = _of_larger_batches(optimizer, run, arguments, closed.jaxpr), _owners(arguments, resolved)
         try:
-            jaxpr = _Program(closed.jaxpr, of_more, owners, resolved, mesh, groups).rewritten()
+            jaxpr = _Program(closed.jaxpr, larger, owners, resolved, mesh, groups).rewritten()
         except Exception as error:
             why = f'[optimizer] matrices = "owner": the optimizer\'s update cannot be rewritten: {type(error).__name__}: {error}'
             raise LayoutError(why, fix="leave it out: the optimizer trains the same, and XLA places its matrices.") from error
@@ -158,21 +161,27 @@ def _shaped(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
 
-def _of_more_layers(optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree, ...], jaxpr: Any) -> Any:
-    """The program of the same update if all stacks had one layer more; None without matrices, or if it cannot be traced."""
+def _of_larger_batches(optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree, ...], jaxpr: Any) -> tuple[Any, ...]:
+    """The programs of the same update if dims that may be batches had one entry more: `LARGER` as far as there are such, and as it can be
+    traced."""
     updates, state, params, extra = arguments
     if not any(needs_matrix(equation) for equation in equations(jaxpr)):
-        return None
+        return ()
 
-    def longer(leaf: Any) -> jax.ShapeDtypeStruct:
-        return _shaped(leaf, (leaf.shape[0] + 1, *leaf.shape[1:]) if leaf.ndim > 2 else leaf.shape)
+    def traced(more: tuple[int, ...]) -> Any:
+        def larger(leaf: Any) -> jax.ShapeDtypeStruct:
+            batch = [size + add for size, add in zip(leaf.shape[: max(leaf.ndim - 2, 0)], more, strict=False)]
+            return _shaped(leaf, (*batch, *leaf.shape[len(batch) :]))
 
-    updates, params = jax.tree.map(longer, (updates, params))
-    try:
-        state = jax.tree.map(lambda leaf, other: _shaped(leaf, other.shape), state, jax.eval_shape(optimizer.init, params))
-        return _traced(run, (updates, state, params, extra))[0].jaxpr
-    except Exception:  # an optimizer of one's own, which may refuse other shapes in any way
-        return None
+        grads, weights = jax.tree.map(larger, (updates, params))
+        opt = jax.tree.map(lambda leaf, other: _shaped(leaf, other.shape), state, jax.eval_shape(optimizer.init, weights))
+        return _traced(run, (grads, opt, weights, extra))[0].jaxpr
+
+    deepest, found = max((leaf.ndim for leaf in jax.tree.leaves(updates)), default=0), list[Any]()
+    with contextlib.suppress(Exception):  # an optimizer of one's own may refuse other shapes in any way
+        found += [traced(LARGER[0])] if deepest > 2 else []
+        found += [traced(more) for more in LARGER[1:]] if deepest > 3 else []
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +191,9 @@ class _Member:
     Attributes:
       program: a jaxpr.
       shape: of the matrix.
-      layers: of the stack, if each is a matrix of its own, and else None.
-      stacked: for each input and output whether it has layers.
-      slots: mesh axes that shard the layers.
+      batch: sizes of the dims in front, layers and what each has several of, if each entry is a matrix of its own.
+      stacked: for each input and output whether it has these dims.
+      slots: mesh axes that shard them.
       ways: how matrices are sent to owners, one after the other.
       specs: how inputs and outputs are sharded.
     """
@@ -192,9 +201,9 @@ class _Member:
     region: Region
     program: Any
     shape: tuple[int, ...]
-    layers: int | None
+    batch: tuple[int, ...]
     stacked: tuple[bool, ...]
-    slots: Way
+    slots: tuple[Way, ...]
     ways: tuple[Way, ...]
     specs: tuple[Spec, ...]
 
@@ -207,7 +216,7 @@ class _Member:
     def kind(self) -> tuple:
         """Equal for members of one group, and of groups that differ in shared inputs."""
         constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
-        kind = self.region.level, str(self.program), constants, self.layers is None
+        kind = self.region.level, str(self.program), constants, len(self.batch)
         return *kind, self.stacked, self.slots, self.ways, self.specs
 
     @property
@@ -224,9 +233,9 @@ class _Member:
             return False
         return True
 
-    def held(self, mesh: Mesh | AbstractMesh) -> int:
-        """How many matrices the devices of one position along `slots` have."""
-        return 1 if self.layers is None else self.layers // _size(self.slots, mesh)
+    def held(self, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+        """The batch of matrices that the devices of one position along `slots` have."""
+        return tuple(size // _size(way, mesh) for size, way in zip(self.batch, self.slots, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,12 +243,12 @@ class _Program:
     """A jaxpr whose regions are to be computed by owners.
 
     Attributes:
-      of_more: the same one of stacks with one layer more, or None.
+      larger: the same one of larger batches, as `_of_larger_batches` returns them.
       owners: the parameter of each input.
     """
 
     jaxpr: Any
-    of_more: Any
+    larger: tuple[Any, ...]
     owners: Sequence[str | None]
     resolved: Resolved
     mesh: Mesh | AbstractMesh
@@ -249,23 +258,22 @@ class _Program:
         """The jaxpr with one equation in place of the regions of a group."""
         found, known = inlined(self.jaxpr, ALL)
         outputs = [x if hasattr(x, "val") else known.get(x, x) for x in self.jaxpr.outvars]
-        of_more = inlined(self.of_more, ALL)[0] if self.of_more is not None else None
-        if of_more is not None and not _compares(found, of_more):
-            of_more = None
+        larger = [inlined(jaxpr, ALL)[0] for jaxpr in self.larger]
+        larger = list(itertools.takewhile(functools.partial(_compares, found), larger))
         owners = {x: path for x, path in zip(self.jaxpr.invars, self.owners, strict=True) if path is not None}
         groups: dict[tuple, list[_Member]] = {}
         regions, owners = find_regions(found, owners, outputs)
         for region in regions:
             if all(x.aval.size for x in (*region.inputs, *region.outputs)):  # an empty array has no shards to send
-                member = self._member(region, found, of_more)
+                member = self._member(region, found, larger)
                 groups.setdefault(member.key, []).append(member)
         groups = {key: members for key, members in groups.items() if members[0].can_be_batched()}
         inside = {place for members in groups.values() for member in members for place in member.region.equations}
-        kept = [self._branches(place, found, of_more, owners) for place in range(len(found)) if place not in inside]
+        kept = [self._branches(place, found, larger, owners) for place in range(len(found)) if place not in inside]
         replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())])
         return self.jaxpr.replace(eqns=replaced, outvars=outputs)
 
-    def _branches(self, place: int, found: Sequence[Any], of_more: Sequence[Any] | None, owners: Mapping[Any, str]) -> Any:
+    def _branches(self, place: int, found: Sequence[Any], larger: Sequence[Sequence[Any]], owners: Mapping[Any, str]) -> Any:
         """An equation; the branches of a conditional, as `optax.MultiSteps` has, are rewritten."""
         equation = found[place]
         if equation.primitive.name != "cond" or not needs_matrix(equation):
@@ -273,39 +281,47 @@ class _Program:
         paths = [owners.get(x) if not hasattr(x, "val") else None for x in equation.invars[1:]]
         branches = []
         for number, branch in enumerate(equation.params["branches"]):
-            other = of_more[place].params["branches"][number].jaxpr if of_more is not None else None
-            inside = dataclasses.replace(self, jaxpr=branch.jaxpr, of_more=other, owners=paths)
+            others = tuple(other[place].params["branches"][number].jaxpr for other in larger)
+            inside = dataclasses.replace(self, jaxpr=branch.jaxpr, larger=others, owners=paths)
             branches.append(branch.replace(jaxpr=inside.rewritten()))
         return equation.replace(params={**equation.params, "branches": tuple(branches)})
 
-    def _member(self, region: Region, found: Sequence[Any], of_more: Sequence[Any] | None) -> _Member:
+    def _member(self, region: Region, found: Sequence[Any], larger: Sequence[Sequence[Any]]) -> _Member:
         placement = self.resolved.placements[region.path]
-        layers = placement.shape[0] if len(placement.shape) > 2 else None
-        program, atoms = region.program(found, self.jaxpr), (*region.inputs, *region.outputs)
-        stacked = (False,) * len(atoms)
-        if layers is not None and of_more is not None:
-            pairs = [pair for place in region.places for pair in _paired(found[place], of_more[place])]
-            names = {x: y for x, y in pairs if not hasattr(x, "val")}
-            named = {kind: tuple(names[x] for x in getattr(region, kind)) for kind in ("inputs", "outputs")}
-            other = dataclasses.replace(region, **named).program(of_more, self.jaxpr)
+        program, atoms, batch, stacked = region.program(found, self.jaxpr), (*region.inputs, *region.outputs), (), None
+        others = [self._larger(region, found, other) for other in larger]
+        if others and len(placement.shape) > 2:
             try:
-                dims = [layer_dim(x, names[x], layers) for x in atoms]
-                if {*dims} <= {0, None}:
-                    program, stacked = of_one_layer(program, other, layers), tuple(dim == 0 for dim in dims)
-                    layered = {x for x, dim in zip(atoms, dims, strict=True) if dim == 0}
-                    region = dataclasses.replace(region, shared={x: y for x, y in region.shared.items() if x not in layered})
+                batch = placement.shape[:1]
+                program, stacked = of_one_layer(program, others[0][0], *batch), _batched(atoms, others[0][1], 0, *batch)
+                if len(others) == len(LARGER) and len(placement.shape) > 3:
+                    with contextlib.suppress(DependentLayersError):  # then each layer is one matrix
+                        (_, _), (wider, names), (both, _) = others
+                        if _batched(atoms, names, 1, placement.shape[1]) == stacked:
+                            program = of_one_layer(program, of_one_layer(wider, both, *batch), placement.shape[1])
+                            batch = placement.shape[:2]
             except DependentLayersError:
                 if region.without_sums is not None:  # which may be over all layers
-                    return self._member(region.without_sums, found, of_more)
-        layers = layers if any(stacked) else None
-        slots = _slots(placement) if layers is not None else ()
+                    return self._member(region.without_sums, found, larger)
+                batch = ()
+        if stacked is None or not any(stacked):
+            program, batch, stacked = region.program(found, self.jaxpr), (), (False,) * len(atoms)
+        layered = {x for x, on in zip(atoms, stacked, strict=True) if on}
+        region = dataclasses.replace(region, shared={x: y for x, y in region.shared.items() if x not in layered})
+        slots = _slots(placement, len(batch))
         ways = _ways(placement, slots, self.mesh)
         specs = tuple(
-            border_spec(x.aval.shape, placement, self.mesh, stacked=on) if on or layers is None else ()  # of all layers
+            border_spec(x.aval.shape, placement, self.mesh, batch=len(batch)) if on or not batch else ()  # of all layers
             for x, on in zip(atoms, stacked, strict=True)
         )
-        shape = placement.shape if layers is None else placement.shape[1:]
-        return _Member(region, program, shape, layers, stacked, slots, ways, specs)
+        return _Member(region, program, placement.shape[len(batch) :], batch, stacked, slots, ways, specs)
+
+    def _larger(self, region: Region, found: Sequence[Any], other: Sequence[Any]) -> tuple[Any, dict[Any, Any]]:
+        """The program of a region in that of larger batches, and its variables there by those here."""
+        pairs = [pair for place in region.places for pair in _paired(found[place], other[place])]
+        names = {x: y for x, y in pairs if not hasattr(x, "val")}
+        named = {kind: tuple(names[x] for x in getattr(region, kind)) for kind in ("inputs", "outputs")}
+        return dataclasses.replace(region, **named).program(other, self.jaxpr), names
 
     def _equation(self, members: list[_Member]) -> Any:
         """One equation in place of regions."""
@@ -327,6 +343,18 @@ class _Program:
         [equation] = jax.make_jaxpr(jax.jit(update))(*shapes).eqns
         outputs = [member.region.outputs[number] for number in range(len(first.region.outputs)) for member in members]
         return equation.replace(invars=[*jax.tree.leaves(arrays), *shared], outvars=outputs)
+
+
+def _batched(atoms: Sequence[Any], names: Mapping[Any, Any], dim: int, size: int) -> tuple[bool, ...]:
+    """Which variables have a batch in this dim.
+
+    Raises:
+      DependentLayersError: one has it in another dim.
+    """
+    dims = [layer_dim(x, names[x], size) for x in atoms]
+    if not {*dims} <= {dim, None}:
+        raise DependentLayersError
+    return tuple(each == dim for each in dims)
 
 
 def _paired(equation: Any, other: Any) -> Iterator[tuple[Any, Any]]:
@@ -357,24 +385,24 @@ def _in_order(found: list[Any]) -> list[Any]:
 
 def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
-    paths = {member.region.path: member.layers or 1 for member in members}
+    paths = {member.region.path: math.prod(member.batch) for member in members}
     places = math.prod(_size(way, mesh) for way in first.ways)
-    most = -(-sum(member.held(mesh) for member in members) // places)
-    return Group(first.shape, sum(member.layers or 1 for member in members), most, paths, first.kind)
+    most = -(-sum(math.prod(member.held(mesh)) for member in members) // places)
+    return Group(first.shape, sum(paths.values()), most, paths, first.kind)
 
 
 # where a matrix goes ----------------------------------------------------------------------------------------------------
 
 
-def _slots(placement: Placement) -> Way:
-    """The mesh axes that shard the layers of a stack."""
-    return entry_axes(placement.state_spec[0]) if placement.state_spec else ()
+def _slots(placement: Placement, batch: int) -> tuple[Way, ...]:
+    """The mesh axes that shard each of the first dims, as the layers of a stack."""
+    return tuple(map(entry_axes, (*placement.state_spec, *[None] * batch)[:batch]))
 
 
-def _ways(placement: Placement, slots: Way, mesh: Mesh | AbstractMesh) -> tuple[Way, ...]:
+def _ways(placement: Placement, slots: tuple[Way, ...], mesh: Mesh | AbstractMesh) -> tuple[Way, ...]:
     """The mesh axes along which the parameter's matrices are sent to owners: those that shard a dim together, then all others."""
-    sharded = [entry_axes(entry) for entry in placement.state_spec if entry_axes(entry) != slots]
-    used = {*slots, *spec_axes(placement.state_spec)}
+    sharded = map(entry_axes, placement.state_spec[len(slots) :])
+    used = spec_axes(placement.state_spec)
     ways = (*sharded, *((axis,) for axis in mesh.axis_names if axis not in used))
     return tuple(way for way in ways if _size(way, mesh) > 1)
 
@@ -383,49 +411,56 @@ def _size(way: Way, mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in way)
 
 
-def border_spec(shape: tuple[int, ...], placement: Placement, mesh: Mesh | AbstractMesh, *, stacked: bool | None = None) -> Spec:
+def border_spec(shape: tuple[int, ...], placement: Placement, mesh: Mesh | AbstractMesh, *, batch: int | None = None) -> Spec:
     """How an array that belongs to a parameter is sharded outside of regions: as the parameter's moments, or over as many devices as the
     sizes of its dims allow, if it has at least two.
 
-    `stacked`: whether dim 0 are the layers of a stack; None if its size has to show it.
+    `batch`: how many of the first dims are a batch of matrices, as the layers of a stack; None if their sizes have to show it.
     """
     if shape == placement.shape:
         return (*placement.state_spec, *[None] * (len(shape) - len(placement.state_spec)))
-    if stacked is None:
-        stacked = len(placement.shape) > 2 and len(shape) > 2 and shape[0] == placement.shape[0]
-    slots = _slots(placement) if stacked else ()
+    if batch is None:
+        most = min(len(placement.shape), len(shape), len(LARGER) + 1) - 2
+        batch = sum(1 for _ in itertools.takewhile(lambda dim: shape[dim] == placement.shape[dim], range(most)))
+    slots = _slots(placement, batch)
     ways = {make_entry(way): _size(way, mesh) for way in _ways(placement, slots, mesh)}
-    inner = shape[stacked:]
+    inner = shape[batch:]
     spec = spread(inner, ways) if len(inner) > 1 else (None,) * len(inner)
-    return (make_entry(slots), *spec) if stacked else spec
+    return (*map(make_entry, slots), *spec)
 
 
-def _local_update(member: _Member, own: list[int], held: list[int]) -> Callable[..., Any]:
+def _local_update(member: _Member, own: list[int], held: list[tuple[int, ...]]) -> Callable[..., Any]:
     """Of one device: its shards of a group's arrays to matrices that it owns, their update, and back to shards.
 
     Args:
       member: any of the group.
       own: which inputs are arrays of each member.
-      held: how many matrices each member has.
+      held: the batch of matrices that each member has.
     """
-    inputs = member.region.inputs
+    inputs, dims, counts = member.region.inputs, len(member.batch), [math.prod(batch) for batch in held]
 
     def matrices_of(shard: jax.Array, number: int, count: int) -> jax.Array:
         """[count, ...] of what one program takes, of a shard."""
-        return shard[:, None] if member.stacked[number] else jnp.broadcast_to(shard, (count, *shard.shape))
+        if member.stacked[number]:
+            return shard.reshape(count, *[1] * dims, *shard.shape[dims:])
+        return jnp.broadcast_to(shard, (count, *shard.shape))
+
+    def shard_of(matrices: jax.Array, number: int, batch: tuple[int, ...]) -> jax.Array:
+        """The opposite."""
+        return matrices.reshape(*batch, *matrices.shape[1 + dims :]) if member.stacked[number] else matrices[0]
 
     def local(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
         owned = []
         for number, shards in zip(own, arrays, strict=True):
-            joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in zip(shards, held, strict=True)])
+            joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in zip(shards, counts, strict=True)])
             owned.append(_to_owners(joined, _inner_spec(member, number), member.ways))
         taken, others = iter(owned), iter(shared)
         updated = member.batched(*[next(others) if x in member.region.shared else next(taken) for x in inputs])
         results = []
         for number, matrices in enumerate(updated, len(inputs)):
             shards = _from_owners(matrices, _inner_spec(member, number), member.ways)
-            each = [shards[end - count : end] for end, count in zip(itertools.accumulate(held), held, strict=True)]
-            results.append([shard[:, 0] if member.stacked[number] else shard[0] for shard in each])
+            each = [shards[end - count : end] for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
+            results.append([shard_of(matrices, number, batch) for matrices, batch in zip(each, held, strict=True)])
         return results
 
     return local
@@ -434,7 +469,8 @@ def _local_update(member: _Member, own: list[int], held: list[int]) -> Callable[
 def _inner_spec(member: _Member, number: int) -> Spec:
     """How one matrix of an input or output is sharded, as the program of one matrix has it."""
     spec = member.specs[number]
-    return (None, *spec[1:]) if member.stacked[number] else spec
+    dims = len(member.batch)
+    return (*[None] * dims, *spec[dims:]) if member.stacked[number] else spec
 
 
 def _steps(spec: Spec, ways: tuple[Way, ...]) -> Iterator[tuple[Way, int | None]]:

@@ -214,6 +214,8 @@ def _reaching(found: Sequence[Any], places: Sequence[int], end: set[int]) -> set
 def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
     """The program of one layer, of that of a stack: the same jaxpr on arrays with one layer.
 
+    A dim may have several entries for each layer, one layer after the other, as where the experts of all layers are one batch.
+
     Args:
       stacked: a jaxpr on arrays with this many layers.
       other: the same one on arrays with one layer more, which shows the dims of layers.
@@ -227,7 +229,7 @@ def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
         dim = layer_dim(x, y, layers)
         if dim is None or x in names:
             return names.get(x, x) if dim is not None else x
-        names[x] = Var(x.aval.update(shape=_with_one(x.aval.shape, dim)))
+        names[x] = Var(x.aval.update(shape=_of_one(x.aval.shape, dim, layers)))
         return names[x]
 
     def renamed(atoms: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -254,13 +256,13 @@ def layer_dim(stacked: Any, other: Any, layers: int) -> int | None:
     dims = [dim for dim, sizes in enumerate(zip(shape, longer, strict=False)) if sizes[0] != sizes[1]]
     if len(shape) == len(longer) and not dims:
         return None
-    if len(shape) != len(longer) or len(dims) > 1 or (shape[dims[0]], longer[dims[0]]) != (layers, layers + 1):
+    if len(shape) != len(longer) or len(dims) > 1 or shape[dims[0]] * (layers + 1) != longer[dims[0]] * layers:
         raise DependentLayersError
     return dims[0]
 
 
-def _with_one(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
-    return (*sizes[:dim], 1, *sizes[dim + 1 :])
+def _of_one(sizes: Sequence[int], dim: int, layers: int) -> tuple[int, ...]:
+    return (*sizes[:dim], sizes[dim] // layers, *sizes[dim + 1 :])
 
 
 def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any]:
@@ -291,7 +293,7 @@ def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any
         raise DependentLayersError
     resized = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(name)
     dim = after[0]
-    return params if resized is None or dim is None else params | {resized: _with_one(params[resized], dim)}
+    return params if resized is None or dim is None else params | {resized: _of_one(params[resized], dim, layers)}
 
 
 def _is_jaxpr(part: Any) -> bool:

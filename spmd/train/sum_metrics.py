@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import LossError, OptionError, first_line, short_repr, user_line
+from spmd.errors import LossError, OptionError, check_integer, first_line, short_repr, user_line
 from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
 from spmd.tree import describe
 
+MOST_CLASSES, BLUE = 1024, (31, 119, 180)  # of a confusion matrix: for each row it has classes**2 numbers on the devices
 BINS, FINENESS = 2048, 96  # bins of arcsinh(logit), in all and for each unit: up to logits of 21,000 in size
 
 
@@ -27,6 +28,7 @@ class FromSums(PerExample):
 
     `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows, ..., k]. `finish` gets their sums over
     all rows and positions that count, float64[k], on the host, and gives the metric. Where it gives NaN, a warning says `undefined`.
+    `draw`, if there is one, gets the same sums and gives a picture, which `fit` hands to loggers as `info.log_picture` does.
 
     Raises:
       OptionError: there is no `finish`, or it is no function.
@@ -41,6 +43,7 @@ class FromSums(PerExample):
 
     finish: Callable[[np.ndarray], float] = _no_finish
     undefined: str = "finish gives nan for its sums"
+    draw: Callable[[np.ndarray], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.finish is _no_finish or not callable(self.finish):
@@ -82,6 +85,49 @@ class FromSums(PerExample):
                 )
             values = jnp.where(self.no_mask(batch)[..., None], jnp.nan, jnp.where(counts[..., None], values, 0.0))
         return Columns(values.sum(axis=tuple(range(1, values.ndim - 1))))
+
+
+def confusion(classes: int) -> FromSums:
+    """The mean over classes of the recall (balanced accuracy), and a picture of the confusion matrix; exact over workers and padding.
+
+    Outputs are logits [rows, ..., classes], and targets classes. In the picture, which runs with a folder give to their loggers after each
+    evaluation, a row is a true class, from 0 at the top, a column the class with the largest logit, and blue is the share of the row.
+
+    A target that is no class, or a logit that is NaN, makes it NaN, and a warning names the batch. Classes without rows are left out; NaN
+    where there are no rows. Larger is better: `Checkpoint(..., best="eval_confusion", mode="max")`.
+
+    Raises:
+      OptionError: `classes` is not a number from 2 to 1024.
+
+    Example:
+      >>> metric = confusion(2)
+      >>> cells = metric.function(jnp.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), jnp.array([0, 1, 1]))
+      >>> cells.sum(0).reshape(2, 2).tolist(), metric.finish(np.asarray(cells.sum(0)))
+      ([[1.0, 0.0], [1.0, 1.0]], 0.75)
+    """
+    check_integer(classes, "confusion: classes", 2, MOST_CLASSES)
+
+    def cells(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        if outputs.shape != (*targets.shape, classes):
+            wanted = f"logits of {classes} classes for each target"
+            raise LossError(f"confusion: the outputs are {describe(outputs)} for targets {describe(targets)}.", fix=f"{wanted}.")
+        valid = (targets >= 0) & (targets < classes) & ~jnp.isnan(outputs).any(-1)
+        cell = jnp.where(valid, targets * classes + outputs.argmax(-1).astype(targets.dtype), -1)
+        return jnp.where(valid[..., None], jax.nn.one_hot(cell, classes**2, dtype=jnp.float32), jnp.nan)
+
+    def mean_recall(sums: np.ndarray) -> float:
+        matrix = sums.reshape(classes, classes)
+        rows = matrix.sum(1)
+        return float(np.mean(matrix.diagonal()[rows != 0] / rows[rows != 0])) if (rows != 0).any() else math.nan
+
+    def draw(sums: np.ndarray) -> np.ndarray:
+        matrix = sums.reshape(classes, classes)
+        shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+        pixels = 255 - shares[..., None] * (255 - np.array(BLUE))
+        side = max(480 // classes, 1)
+        return np.round(pixels).astype(np.uint8).repeat(side, 0).repeat(side, 1)
+
+    return FromSums(cells, f"spmd.metrics.confusion({classes})", finish=mean_recall, undefined="no row counts", draw=draw)
 
 
 def _entropy_and_count(outputs: jax.Array, targets: jax.Array) -> jax.Array:

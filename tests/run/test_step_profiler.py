@@ -1,5 +1,7 @@
 """`fit(profile=...)`: which steps are traced, what becomes of a profiler that hangs or fails, and that the run is the same."""
 
+import shutil
+import tempfile
 import threading
 
 import jax
@@ -185,18 +187,34 @@ def test_folder_that_cannot_be_made_is_refused_before_compiling(tmp_path):
     assert compilations() == before
 
 
-def test_trace_that_cannot_be_written_does_not_keep_later_ones_from_starting(tmp_path, caplog):
+@pytest.mark.parametrize(("at", "words"), [(1, "File exists"), (3, "is not a directory")], ids=["before it starts", "while it is made"])
+def test_trace_that_cannot_be_written_does_not_keep_later_ones_from_starting(at, words, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     traces = tmp_path / "traces"
 
     def replace_by_a_file(info):
-        if info.step == 1:
-            traces.rmdir()
+        if info.step == at:
+            shutil.rmtree(traces)
             traces.touch()
 
-    result = fit(steps=4, callbacks=[replace_by_a_file], profile=Profile("2:3", traces))
-    assert result.profile is None and len(said(caplog)) == 1 and "traces is not a directory" in said(caplog)[0]
-    traces.unlink()
+    result = fit(steps=7, callbacks=[replace_by_a_file], profile=Profile("2:6", traces))
+    assert result.profile is None and len(said(caplog)) == 1 and words in said(caplog)[0]
+    assert traces.is_file() and not any((tmp_path / "temporary").iterdir()), "it still cannot be written"
     assert fit(steps=4, profile=Profile("2:3", tmp_path / "other")).profile.last == 3
+
+
+def test_folder_that_was_removed_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+
+    def removed(info):
+        if info.step == 2:
+            shutil.rmtree(tmp_path / "traces")
+
+    profile = fit(steps=5, callbacks=[removed], profile=Profile("1:4", tmp_path / "traces")).profile
+    assert profile.last == 4 and profile.folder.is_relative_to(tmp_path / "traces")
+    assert not any((tmp_path / "temporary").glob("spmd-profile-*"))
 
 
 def test_trace_that_cannot_be_summarised_is_reported(tmp_path, monkeypatch, caplog):

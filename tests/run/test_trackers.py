@@ -434,12 +434,12 @@ def test_seconds_are_checked(seconds):
         Fake(seconds=seconds)
 
 
-@pytest.mark.parametrize(("name", "module"), [("MLflow", "mlflow"), ("Trackio", "trackio"), ("Wandb", "wandb")])
+@pytest.mark.parametrize(("name", "module"), [("MLflow", "mlflow"), ("Trackio", "trackio"), ("Wandb", "wandb"), ("Comet", "comet_ml")])
 def test_extra_is_named_when_it_is_missing(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError) as raised:
         getattr(spmd.loggers, name)("digits")
-    assert str(raised.value) == f"{module} is not installed.\n    fix: in the checkout of spmd: pip install '.[{module}]'."
+    assert str(raised.value) == f"{module} is not installed.\n    fix: in the checkout of spmd: pip install '.[{name.lower()}]'."
 
 
 @pytest.mark.parametrize(
@@ -477,6 +477,7 @@ def run_job(tmp_path, kind, *, kill=0, steps=STEPS, seconds=60, server=None):
     offline = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(tmp_path / "trackio")}
     homes = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
     environment = {**os.environ, **offline, **homes, "PYTHONPATH": str(Path(spmd.__file__).parents[1])}
+    environment |= {"COMET_DISABLE_AUTO_LOGGING": "1"}
     environment.pop("MLFLOW_TRACKING_URI", None)
     environment |= {} if server is None else server
     options = json.dumps({"kind": kind, "folder": str(tmp_path / "run"), "kill": kill, "steps": steps, "seconds": seconds})
@@ -495,9 +496,10 @@ def read_back(tmp_path, kind):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["MLflow", "Trackio", "Wandb"])
+@pytest.mark.parametrize("kind", ["MLflow", "Trackio", "Wandb", "Comet"])
 def test_run_that_is_killed_and_resumed_is_one_run(kind, tmp_path):
-    pytest.importorskip(kind.lower(), reason=f"{kind.lower()} is not installed: pip install '.[{kind.lower()}]'")
+    module = {"Comet": "comet_ml"}.get(kind, kind.lower())
+    pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[{kind.lower()}]'")
     killed = run_job(tmp_path, kind, kill=KILL)
     assert killed.returncode == -9, killed.stderr
     resumed = run_job(tmp_path, kind)
@@ -512,12 +514,24 @@ def test_run_that_is_killed_and_resumed_is_one_run(kind, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     written = {record["step"]: record["histograms"] for record in records if "histograms" in record}
     for name, found in stored["histograms"].items():
-        for step, edges, counts in found:
+        for step, edges, counts in found if kind != "Comet" else ():  # whose bins are others
             entry = spmd.loggers.Histogram(**written[step][name])
             assert (entry.edges, entry.counts) == (edges, counts) and sum(counts) == 8
     assert stored["config"]["mesh"] == "data=8" and "all_reduce" in stored["config"]["layout"]
     assert {"layout.toml", "metrics.jsonl"} <= set(stored["files"])
     assert "nothing is made by construction" in killed.stdout
+
+
+@pytest.mark.system
+def test_comet_continues_an_experiment_whose_archives_are_complete(tmp_path):
+    pytest.importorskip("comet_ml", reason="comet_ml is not installed: pip install '.[comet]'")
+    for steps in (100, 150):
+        attempt = run_job(tmp_path, "Comet", steps=steps)
+        assert attempt.returncode == 0 and "switched off" not in attempt.stderr, attempt.stderr
+    stored = read_back(tmp_path, "Comet")
+    assert len(stored["runs"]) == 1 and len(list((tmp_path / "run" / "comet").glob("*.zip"))) == 2
+    assert stored["steps"]["loss"] == list(range(1, 151)) and stored["pictures"] == [70, 140]
+    assert {name: [step for (step,) in found] for name, found in stored["histograms"].items()} == {name: [70, 140] for name in WATCHED}
 
 
 SERVERS = {  # on a port where nothing listens

@@ -184,12 +184,13 @@ def test_the_display_shows_them(monkeypatch):
     display = make_progress("auto")
     display.start(0, 40)
     work = Work(tokens=100, measure=lambda: PeakSeconds(1e-2, 1.25e-2))
-    for step, waited in ((10, 0.5), (20, 4.5)):
-        now[0] += 10.0
-        display.update(step, 0, {"loss": 1.0}, 32 * step, work, waited)
+    for step, waited, profiling in ((10, 0.5, 0.0), (20, 4.5, 30.0)):
+        now[0] += 10.0 + profiling
+        display.update(step, 0, {"loss": 1.0}, 32 * step, work, waited=waited, profiling=profiling)
     display.close()
     first, second = dict.fromkeys(line for line in re.findall(r"epoch 1[^\r\n\x1b]*", made.file.getvalue()))
     assert "3,200 tokens/s  MFU 32.0%  HFU 40.0%" in first and "waiting" not in first and "samples/s" not in first
+    assert "3,200 tokens/s  MFU 32.0%" in second, "the profiler's time does not count"
     assert "40% waiting for data  3.0 GiB per device" in second
 
 

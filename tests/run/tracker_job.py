@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+MODULES = {"Comet": "comet_ml"}  # where it is not the tracker's name
+
 
 def train(*, kind, folder, kill, steps, seconds):
     import spmd
@@ -16,6 +18,7 @@ def train(*, kind, folder, kill, steps, seconds):
     spmd.simulate_devices(8)
     from small import fit, numbers
 
+    importlib.import_module(MODULES.get(kind, kind.lower()))  # that of comet_ml makes folders in the home folder
     before = list(Path.cwd().iterdir())
     log = getattr(spmd.loggers, kind)("digits", checkpoints=True, seconds=seconds)
     if list(Path.cwd().iterdir()) == before:
@@ -85,6 +88,29 @@ def read_trackio():
     return {"runs": [run.id for run in runs], **media(rows), "config": run.config, "files": files}
 
 
+def read_comet():
+    """All attempts' archives: Comet reads an experiment back only from its server."""
+    import zipfile
+
+    from spmd.run.known_trackers import archived_rows
+
+    paths = sorted(Path("run/comet").glob("*.zip"), key=lambda path: path.stat().st_mtime)
+    rows = [row for path in paths for row in archived_rows(path)]
+    steps, histograms, config, files = collections.defaultdict(list), collections.defaultdict(list), {}, []
+    for step, name, kind in rows:
+        if kind in ("metric", "histogram3d"):
+            (steps if kind == "metric" else histograms)[name].append(step if kind == "metric" else [step])
+        elif kind == "asset":
+            files.append(name)
+    for path in paths:
+        with zipfile.ZipFile(path) as archive, archive.open("messages.json") as lines:
+            params = [line["payload"]["param"] for line in map(json.loads, lines) if line["type"] == "parameter_msg"]
+        config |= {param["paramName"]: param["paramValue"] for param in params}
+    pictures = [step for step, _, kind in rows if kind == "visualization"]
+    runs = {json.loads(zipfile.ZipFile(path).read("experiment.json"))["offline_id"] for path in paths}
+    return {"runs": sorted(runs), "steps": steps, "histograms": histograms, "pictures": pictures, "config": config, "files": files}
+
+
 def read_wandb():
     """All attempts' files: wandb reads a run back only from a server."""
     from spmd.run.wandb_file import offline_messages, offline_rows
@@ -111,6 +137,6 @@ def read_wandb():
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     if "read" in options:
-        print(json.dumps({"MLflow": read_mlflow, "Trackio": read_trackio, "Wandb": read_wandb}[options["read"]]()))
+        print(json.dumps({"MLflow": read_mlflow, "Trackio": read_trackio, "Wandb": read_wandb, "Comet": read_comet}[options["read"]]()))
     else:
         train(**options)

@@ -1,6 +1,10 @@
 """A mesh that is set with `jax.set_mesh` around the library: it is the default, and the layout says where arrays are."""
 
+import functools
+import types
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -8,6 +12,8 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import spmd
+from spmd.errors import MeshError
+from spmd.explicit_arrays import closed_over
 
 ROWS = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 DATA = {"x": ROWS, "label": (np.arange(32) % 10).astype("int32")}
@@ -116,3 +122,82 @@ def test_changes_of_a_plan():
 def test_a_mesh_without_devices_is_no_default():
     with jax.sharding.use_abstract_mesh(a_mesh(AxisType.Auto).abstract_mesh):
         assert spmd.Trainer(lambda: Net(nnx.Rngs(0)), **OPTIONS).mesh.size == 8
+
+
+def weighted_loss(weights):
+    def loss(model, batch):
+        return spmd.losses.cross_entropy(model, batch) * weights[batch["label"]]
+
+    return {"loss": loss}
+
+
+def with_metric(weights):
+    return {"metrics": {"weighted": functools.partial(lambda scale, model, batch: (model(batch["x"]) * scale).sum(-1), weights)}}
+
+
+CLOSED = {  # arguments that use an array of ten numbers, and what an error calls it
+    "the loss": (weighted_loss, "weights float32[10], in weighted_loss.<locals>.loss (test_context_mesh.py:"),
+    "a schedule": (
+        lambda table: {"optimizer": optax.sgd(lambda count: table[count])},
+        "table float32[10], in <lambda>.<locals>.<lam",
+    ),
+    "a rate": (lambda table: {"optimizer": optax.sgd(table[0])}, "step_size float32[], in scale.<locals>.update_fn ("),
+    "a metric": (with_metric, "argument 1 float32[10], in with_metric.<locals>.<lambda>"),
+}
+
+
+@pytest.mark.parametrize(("make", "named"), CLOSED.values(), ids=CLOSED)
+def test_arrays_with_explicit_axes_are_named(make, named):
+    """And the fix of the error works."""
+
+    def fit(arguments):
+        given = {**OPTIONS, **arguments, "eval_data": DATA}
+        return spmd.fit(lambda: Net(nnx.Rngs(0)), DATA, batch_size=16, steps=2, progress=False, mesh="data=8", **given)
+
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        table = jnp.linspace(0.1, 0.2, 10)
+        arguments = make(table)
+        with pytest.raises(MeshError, match="made under a mesh with explicit axes") as raised:
+            fit(arguments)
+    assert named in str(raised.value)
+    with pytest.raises(MeshError) as again:  # no mesh is set now
+        fit(arguments)
+    assert str(again.value) == str(raised.value) and "jax.numpy.asarray(numpy.asarray(array))" in raised.value.fix
+    fit(make(jnp.asarray(np.asarray(table))))
+
+
+def test_other_errors_are_as_they_are():
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        table = jnp.linspace(0.1, 0.2, 10)
+
+    def loss(model, batch):
+        return spmd.losses.cross_entropy(model, batch) * np.asarray(table).sum()  # a number
+
+    def fit(**options):
+        return spmd.fit(lambda: Net(nnx.Rngs(0)), DATA, batch_size=16, steps=1, loss=loss, optimizer=optax.sgd(0.1), **options)
+
+    assert int(fit().state.step) == 1
+    with pytest.raises(spmd.errors.LayoutError):
+        fit(layout="no such layout")
+
+    def fail(info):
+        raise ValueError("of a callback")
+
+    with pytest.raises(spmd.errors.CallbackError, match="of a callback"):
+        fit(callbacks=[fail])
+
+
+def test_arrays_are_found_inside_of_what_functions_hold():
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        array = jnp.ones(3)
+    teacher = types.SimpleNamespace(weights={"kernel": [array]})
+    teacher.itself = teacher
+
+    def loss(model, batch, *, scale=teacher):
+        return scale
+
+    assert [line.partition(" (")[0] for line in closed_over([loss])] == [
+        "scale.weights['kernel'][0] float32[3], in test_arrays_are_found_inside_of_what_functions_hold.<locals>.loss"
+    ]
+    assert closed_over([teacher, {"model": array}, jax.jit(lambda x: x)]) == [], "what no function holds is copied to the mesh"
+    assert len(closed_over([jax.jit(lambda x: x + array)])) == 1

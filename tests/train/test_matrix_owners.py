@@ -438,6 +438,74 @@ def test_layers_are_separate_where_no_equation_joins_them(rule, matrices):
     assert [group.matrices for group in groups] == [matrices]
 
 
+EXPERTS = {  # of [layers, experts, m, n], between two products: what is done, and how many matrices there are then
+    "nothing": (lambda h: h, 12),
+    "one batch": (lambda h: jax.vmap(lambda x: x @ x.T / 16)(h.reshape(-1, 16, 16)).reshape(h.shape), 12),
+    "norms": (lambda h: h / jnp.linalg.norm(h, axis=(-2, -1), keepdims=True), 12),
+    "factors": (lambda h: jnp.linalg.qr(h + 40 * jnp.eye(16))[0], 12),
+    "rows of a layer": (lambda h: (h.reshape(len(h), -1, 16) @ jnp.full((16, 16), 0.5)).reshape(h.shape), 12),
+    "rows of all": (lambda h: (h.reshape(-1, 16) @ jnp.full((16, 16), 0.5)).reshape(h.shape), 12),
+    "a sum over experts": (lambda h: h - h.sum(1, keepdims=True), 3),
+    "some experts": (lambda h: h[:, :1] - h, 3),
+    "a number for each expert": (lambda h: h * jnp.arange(float(h.shape[1]), dtype=h.dtype)[:, None, None], 3),
+    "how many experts": (lambda h: h / h.shape[1], 3),
+    "one matrix of a layer": (lambda h: jnp.linalg.qr(h.reshape(len(h), -1, 16) + 1)[0].reshape(h.shape), 3),
+    "a sum over layers": (lambda h: h - h.sum(0, keepdims=True), 1),
+    "a sum over all": (lambda h: (h.reshape(-1, 16, 16) - h.reshape(-1, 16, 16).sum(0)).reshape(h.shape), 1),
+    "the order of all": (lambda h: h.reshape(-1, 16, 16)[::-1].reshape(h.shape), 1),
+    "a number for each": (
+        lambda h: (h.reshape(-1, 16, 16) * jnp.arange(float(h.shape[0] * h.shape[1]))[:, None, None]).reshape(h.shape),
+        1,
+    ),
+    "experts outside": (lambda h: h.swapaxes(0, 1).reshape(h.shape), 1),
+    "pairs": (lambda h: jnp.repeat(h.reshape(-1, 2, 16, 16).sum(1), 2, 0).reshape(h.shape), 3),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("rule", "matrices"), EXPERTS.values(), ids=EXPERTS)
+def test_experts_of_layers_are_separate_where_no_equation_joins_them(rule, matrices):
+    def update(grads, state, params=None):
+        return {"experts": rule(grads["experts"] @ grads["experts"]) @ grads["experts"]}, state
+
+    optimizer, like = optax.GradientTransformation(lambda params: (), update), {"experts": jax.ShapeDtypeStruct((3, 4, 16, 16), "float32")}
+    resolved = resolve(layout("fsdp", "owner"), spmd.tree.flatten(like), {}, MeshSpec.parse("data=8"))
+    grads, groups = {"experts": np.random.default_rng(0).normal(size=(3, 4, 16, 16)).astype("float32")}, []
+    by_owners = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
+    updates, wanted = jax.jit(by_owners)(grads, (), grads)[0]["experts"], update(grads, ())[0]["experts"]
+    np.testing.assert_allclose(updates, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert [group.matrices for group in groups] == [matrices]
+
+
+PLACED = {  # experts of layers, on a mesh data=4,model=2: the most matrices of 24 that a device has
+    "replicated": ((), 3),
+    "layers": (("data",), 3),
+    "experts": ((None, "model"), 3),
+    "layers and experts": (("data", "model"), 3),
+    "rows and columns": ((None, None, "data", "model"), 3),
+    "experts and columns": ((None, "model", None, "data"), 3),
+}
+
+
+@pytest.mark.parametrize(("spec", "most"), PLACED.values(), ids=PLACED)
+@pytest.mark.parametrize("optimizer", [MUON(), pytest.param(shampoo(0.02), marks=SYSTEM)], ids=["muon", "shampoo"])
+def test_experts_of_layers_have_owners(optimizer, spec, most):
+    """Stacks of two depths are one batch; the update is that of one device, and statistics keep their state."""
+    like = {name: jax.ShapeDtypeStruct((depth, 2, 16, 16), "float32") for name, depth in {"shallow": 4, "deep": 8}.items()}
+    declared = spmd.Layout(params=(spmd.Rule("*", spec),), optimizer=spmd.OptimizerState(matrices="owner"))
+    mesh, groups = "data=4,model=2", []
+    resolved, random = resolve(declared, like, {}, MeshSpec.parse(mesh)), np.random.default_rng(0)
+    grads = {name: random.normal(size=leaf.shape).astype("float32") for name, leaf in like.items()}
+    optimizer, state = optax.with_extra_args_support(optimizer), optimizer.init(grads)
+    by_owners = update_by_owners(optimizer, resolved, spmd.make_mesh(mesh), groups).update
+    for _ in range(2):
+        (updates, after), wanted = jax.jit(by_owners)(grads, state, grads), optimizer.update(grads, state, grads)
+        for got, leaf in zip(jax.tree.leaves((updates, after)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(got, leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
+        state = after
+    assert groups[-1:] == [Group((16, 16), 24, most)]
+
+
 def test_random_keys_of_an_optimizer_train():
     for rest in (optax.contrib.muon(0.02), optax.sgd(0.02)):
         optimizer = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(0)), rest)

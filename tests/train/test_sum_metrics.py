@@ -1,5 +1,6 @@
 """Metrics from sums over all rows: equal on one device and on eight, over uneven batches, padding and masks."""
 
+import json
 import math
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import spmd
 from spmd.errors import LossError, OptionError
 from spmd.metrics import FromSums, auc, perplexity
+from spmd.run.pictures import png
 
 DRAW = np.random.default_rng(0)
 ROWS = DRAW.normal(size=(50, 4)).astype("float32")
@@ -206,3 +208,49 @@ def test_metric_without_finish_is_refused(make):
     with pytest.raises(OptionError, match="finish") as refused:
         make()
     assert refused.value.fix == "FromSums(function, name, finish=...)."
+
+
+@pytest.mark.parametrize(("mesh", "layout"), MESHES)
+def test_confusion_counts_every_row_once(mesh, layout, tmp_path):
+    x = DRAW.normal(size=(50, 4)).astype("float32")
+    y = np.where(DRAW.random(50) < 0.7, x.argmax(1), DRAW.integers(0, 3, 50)).astype("int32")  # no row of class 3 but where it is largest
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.eye(4)}, lambda params, x: x @ params["w"])
+    matrix = np.zeros((4, 4))
+    np.add.at(matrix, (y, x.argmax(1)), 1)
+    devices = jax.devices()[: math.prod(spmd.MeshSpec.parse(mesh).sizes.values())]
+    spmd.fit(
+        model,
+        {"x": x, "y": y},
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.0),
+        metrics={"confusion": spmd.metrics.confusion(4)},
+        mesh=spmd.make_mesh(mesh, devices=devices),
+        layout=layout,
+        batch_size=16,
+        eval_data={"x": x, "y": y},
+        checkpoint=tmp_path,
+    )
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [record["eval_confusion"] for record in records if "eval_confusion" in record]
+    assert found == pytest.approx(np.mean(matrix.diagonal() / matrix.sum(1)), abs=1e-12)
+    (path,) = [record["pictures"]["eval_confusion"] for record in records if "pictures" in record]
+    assert (tmp_path / path).read_bytes() == png(spmd.metrics.confusion(4).draw(matrix.ravel()))
+
+
+def test_confusion_is_drawn_by_the_share_of_a_row():
+    picture = spmd.metrics.confusion(2).draw(np.array([3.0, 1.0, 0.0, 0.0]))
+    assert picture.shape == (480, 480, 3) and picture.dtype == np.uint8
+    assert picture[0, 0].tolist() == [87, 153, 199] and picture[0, 479].tolist() == [199, 221, 236]
+    assert (picture[240:] == 255).all()  # a class without rows
+
+
+def test_confusion_of_what_is_no_class_is_nan(caplog):
+    data = {"x": ROWS, "label": LABELS.copy()}
+    data["label"][20] = 7
+    loss = spmd.metrics.PerExample(lambda outputs, targets: (outputs[:, 0] - 1) ** 2, "square")
+    found = evaluated(CLASSES, data, {"confusion": spmd.metrics.confusion(2)}, loss=loss)
+    assert math.isnan(found["confusion"]) and '"confusion" is nan, first in batch 2, rows 16 to 31' in caplog.text
+    with pytest.raises(LossError, match=r"confusion: the outputs are float32\[50, 2\] for targets int32\[50\]"):
+        evaluated(CLASSES, data, {"confusion": spmd.metrics.confusion(3)}, loss=loss, batch_size=50, mesh="data=1")
+    with pytest.raises(OptionError, match="confusion: classes=1"):
+        spmd.metrics.confusion(1)

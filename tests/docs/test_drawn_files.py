@@ -2,18 +2,13 @@
 
 import json
 import re
-import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 from docpages import PAGES, ROOT
 
+from docs.building import charts, concepts, draw
 from spmd.layout.toml_reader import shipped
-
-sys.path.insert(0, str(ROOT / "docs" / "building"))
-import charts
-import concepts
-import draw
 
 FIGURES = json.loads((ROOT / "benchmarks" / "results" / "headline_plans.json").read_text(encoding="utf-8"))
 

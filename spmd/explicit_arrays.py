@@ -1,0 +1,92 @@
+"""Finds arrays on a mesh with explicit axes that functions close over: JAX refuses to compute with them elsewhere."""
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from spmd.tree import describe
+
+MOST_OBJECTS = 20_000  # looked at
+LEAVES = str | bytes | int | float | complex | type | types.ModuleType | types.BuiltinFunctionType | None
+
+
+def closed_over(roots: Iterable[Any]) -> list[str]:
+    """Arrays on a mesh with explicit axes that functions among these objects, or inside of them, close over or use as globals: name, shape,
+    and the function. Arrays that are no part of a function, such as a model's, are not among them.
+
+    >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    >>> weights = jax.device_put(jax.numpy.ones(4), NamedSharding(mesh, jax.P()))
+    >>> def loss(model, batch, weights=weights):
+    ...     return weights
+    >>> [line] = closed_over([{"loss": loss}])
+    >>> line.partition(" (")[0]
+    'weights float32[4], in loss'
+    """
+    found, seen, kept = dict[int, str](), set[int](), list[Any]()
+    waiting = [("", "", root) for root in roots]
+    while waiting and len(seen) < MOST_OBJECTS:
+        name, function, value = waiting.pop(0)
+        if isinstance(value, LEAVES) or (id(value) in seen and not isinstance(value, jax.Array)):
+            continue
+        seen.add(id(value))
+        kept.append(value)  # so that no other object gets its number
+        if isinstance(value, jax.Array):
+            if function and _is_explicit(value):
+                found.setdefault(id(value), f"{name} {describe(value)}, in {function}")
+            continue
+        waiting += _parts(name, function, value)
+    return list(found.values())
+
+
+def _is_explicit(array: jax.Array) -> bool:
+    return isinstance(array.sharding, NamedSharding) and AxisType.Explicit in array.sharding.mesh.axis_types
+
+
+def _parts(name: str, function: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """What an object has: names, the function that holds it or "", and the values."""
+    if isinstance(value, types.FunctionType):
+        place = f"{value.__qualname__} ({Path(value.__code__.co_filename).name}:{value.__code__.co_firstlineno})"
+        yield from ((each, place, part) for each, part in _variables(value))
+    elif isinstance(value, types.MethodType):
+        yield name, function, value.__func__
+        yield name, value.__qualname__, value.__self__
+    elif isinstance(value, functools.partial):
+        inside = getattr(value.func, "__qualname__", "functools.partial")
+        yield name, function, value.func
+        yield from ((f"argument {number}", inside, part) for number, part in enumerate(value.args, 1))
+        yield from ((each, inside, part) for each, part in value.keywords.items())
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", function, part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{name}[{number}]", function, part) for number, part in enumerate(value))
+    else:
+        wrapped = getattr(value, "__wrapped__", None)  # of jax.jit and the like
+        yield from () if wrapped is None else ((name, function, wrapped),)
+        yield from ((f"{name}.{key}", function, part) for key, part in list(getattr(value, "__dict__", {}).items()))
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Those that a function closes over, its defaults, and the globals that it names."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    defaults = function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from ((name, function.__globals__[name]) for name in _named(code) if name in function.__globals__)
+
+
+def _named(code: types.CodeType) -> Iterator[str]:
+    """Names that a function, and those defined in it, may look up among globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named(constant)
