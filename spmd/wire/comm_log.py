@@ -96,16 +96,20 @@ class CommLog:
         return sum(op.sent * op.count for op in self.ops if op.branch in (None, branch) and op.where.startswith(where))
 
     def _rows(self) -> list[tuple[str, ...]]:
+        """Equal collectives share a row."""
+        times = Counter[Op]()
+        for op in self.ops:
+            times[dataclasses.replace(op, count=1)] += op.count
         return [
             (
                 op.where + (" (before start_step)" if op.branch == UNCOMPRESSED else ""),
                 op.kind,
                 f"{', '.join(op.axes)} ({op.group})",
                 f"{op.dtype}[{', '.join(map(str, op.shape))}]",
-                str(op.count),
-                format_bytes(op.sent * op.count),
+                str(count),
+                format_bytes(op.sent * count),
             )
-            for op in self.ops
+            for op, count in times.items()
         ]
 
     @property
