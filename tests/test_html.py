@@ -69,6 +69,12 @@ def test_tables_fit_the_terminal(monkeypatch):
     trainer.prepare({"x": jax.ShapeDtypeStruct((8, 64), "float32"), "y": jax.ShapeDtypeStruct((8, 64), "float32")})
     values = {"learning_rate": 0.123456, "weight_decay": 0.00123456, "momentum": 0.9, "an_option_with_a_long_name": "nesterov"}
     tried = TrialResult(Trial(0, values, 0), 0.5, {}, history("loss"), "done", None)
+    cell = trainer.wire._repr_html_()
+    assert (
+        cell.count("<rect") == 2 + 1
+        and "reduce_gradients/exact/0, reduce_scatter over data: " in cell
+        and f"{trainer.wire.bytes():,} bytes" in cell
+    )
     for table in (trainer.summary(), trainer.wire, Sweep([tried], [], ("eval_loss", "min"), 1)):
         assert max(map(len, str(table).splitlines())) <= 60, str(table)
     monkeypatch.delenv("COLUMNS")
