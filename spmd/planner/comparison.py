@@ -57,6 +57,9 @@ def compare(*plans: Plan | Sequence[Plan]) -> Comparison:
     Args:
       plans: two or more, as arguments or as one list.
 
+    Returns:
+      A table; `figures` has a tuple of numbers for each line, one for each plan.
+
     Raises:
       OptionError: fewer than two plans, or not plans.
 
