@@ -472,7 +472,7 @@ WATCHED = {"gradients/w": [70, 140, 210], "parameters/w": [70, 140, 210]}
 STEPS, KILL = 240, 231  # wandb has written a part of them to its file; the checkpoint is that of step 200, so 30 steps are made twice
 
 
-def run_job(tmp_path, kind, *, kill=0, steps=STEPS, seconds=60, server=None):
+def run_job(tmp_path, kind, *, kill=0, interrupt=0, steps=STEPS, seconds=60, server=None):
     """One attempt, in the folder of the test, which also holds every store; reaped, with a bound."""
     offline = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(tmp_path / "trackio")}
     homes = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
@@ -480,7 +480,9 @@ def run_job(tmp_path, kind, *, kill=0, steps=STEPS, seconds=60, server=None):
     environment |= {"COMET_DISABLE_AUTO_LOGGING": "1"}
     environment.pop("MLFLOW_TRACKING_URI", None)
     environment |= {} if server is None else server
-    options = json.dumps({"kind": kind, "folder": str(tmp_path / "run"), "kill": kill, "steps": steps, "seconds": seconds})
+    options = json.dumps(
+        {"kind": kind, "folder": str(tmp_path / "run"), "kill": kill, "interrupt": interrupt, "steps": steps, "seconds": seconds}
+    )
     command = [sys.executable, str(JOB), options]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -520,6 +522,17 @@ def test_run_that_is_killed_and_resumed_is_one_run(kind, tmp_path):
     assert stored["config"]["mesh"] == "data=8" and "all_reduce" in stored["config"]["layout"]
     assert {"layout.toml", "metrics.jsonl"} <= set(stored["files"])
     assert "nothing is made by construction" in killed.stdout
+
+
+@pytest.mark.system
+def test_run_that_is_interrupted_is_killed_in_mlflow_until_it_resumes(tmp_path):
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install '.[mlflow]'")
+    for interrupt, status in ((100, "KILLED"), (0, "FINISHED")):
+        attempt = run_job(tmp_path, "MLflow", interrupt=interrupt, steps=150)
+        assert attempt.returncode == 0, attempt.stderr
+        stored = read_back(tmp_path, "MLflow")
+        assert stored["status"] == status and len(stored["runs"]) == 1
+    assert stored["steps"]["loss"] == list(range(1, 151))
 
 
 @pytest.mark.system

@@ -12,7 +12,7 @@ from pathlib import Path
 MODULES = {"Comet": "comet_ml"}  # where it is not the tracker's name
 
 
-def train(*, kind, folder, kill, steps, seconds):
+def train(*, kind, folder, kill, interrupt, steps, seconds):
     import spmd
 
     spmd.simulate_devices(8)
@@ -32,6 +32,8 @@ def train(*, kind, folder, kill, steps, seconds):
 
     def watch(info):
         first.append(info.step)
+        if info.step == interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
         if info.step == kill:
             until = time.monotonic() + 120  # a bound only: the kill comes as soon as the checkpoint and the steps have arrived
             saved = Path(folder, "checkpoints", f"{(kill - 1) // 100 * 100}")
