@@ -72,7 +72,7 @@ with nnx.use_eager_sharding(False):  # the layouts use the names; Flax must not
 #
 # Only the name of the layout changes. `fit` copies the model, so all runs start from the same weights. Each layout has its own mesh:
 # the first four have eight workers, `data=8`; the last two have four workers of two devices each, `data=4,model=2`. Each run compiles a
-# program and takes a few seconds; its line is printed when it is done.
+# program and takes a few seconds; its line is complete when it is done.
 
 # %%
 LAYOUTS = ("data_parallel", "zero1", "fsdp", "parameter_server", "tensor_parallel", "fsdp_tensor_parallel")
@@ -93,8 +93,9 @@ def fit(layout):
 
 runs = {}
 for layout in LAYOUTS:
+    print(f"{layout:22}", end="")
     runs[layout] = fit(layout)
-    print(f"{layout:22}{runs[layout].trainer.layout.description}")
+    print(runs[layout].trainer.layout.description)
 
 # %% [markdown]
 # ## What a device holds, and what it sends

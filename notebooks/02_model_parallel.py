@@ -77,7 +77,7 @@ for name, one in ways.items():
 #
 # `spmd.nn.LayerStack` is a stack of equal layers. On one device it is a scan over them; under a layout with `[pipeline]` each stage holds
 # its share of the layers. The model's code is the same for both. It is trained on one device and under the three schedules; each program
-# takes up to ten seconds to compile, and a line is printed when its run is done.
+# takes up to ten seconds to compile, and its line is complete when its run is done.
 
 
 # %%
@@ -126,10 +126,12 @@ def largest_difference(name, reference):
     return np.abs(np.subtract(runs[name].history["loss"], runs[reference].history["loss"])).max()
 
 
+print("One device:", end=" ")
 runs = {"one device": fit(Deep, "data_parallel", ONE)}
 first, last = runs["one device"].history["loss"][0], runs["one device"].history["loss"][-1]
-print(f"One device: the loss goes from {first:.2f} to {last:.2f}.")
+print(f"the loss goes from {first:.2f} to {last:.2f}.")
 for name, one in ways.items():
+    print(f"{name}:", end=" ")
     runs[name] = fit(Deep, pipeline_layout(schedule=name, microbatches=PARTS, groups=one.groups))
     print(runs[name].trainer.notes()[-1], f"Its losses differ by at most {largest_difference(name, 'one device'):.1e}.")
 
@@ -166,10 +168,11 @@ class Reader(nnx.Module):
 
 
 CHUNK = 2
+print("One device:", end=" ")
 runs["LSTM, one device"] = fit(Reader, "data_parallel", ONE)
-print("trained on one device")
+print("trained.\nWavefront:", end=" ")
 runs["LSTM, wavefront"] = fit(Reader, pipeline_layout(time_chunk=CHUNK))
-print(f"trained as a wavefront: the losses differ by at most {largest_difference('LSTM, wavefront', 'LSTM, one device'):.1e}")
+print(f"trained. Its losses differ by at most {largest_difference('LSTM, wavefront', 'LSTM, one device'):.1e}")
 (wave,) = runs["LSTM, wavefront"].trainer.schedules.values()
 spmd.viz.schedule({"the forward pass: numbers are chunks of time": wave.forward})
 

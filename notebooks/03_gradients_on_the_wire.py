@@ -58,7 +58,7 @@ class MLP(nnx.Module):
 # `top_k` and `power_sgd` leave most of a gradient out. With *error feedback*, each worker keeps what was left out and adds it to its
 # next gradient, so that it arrives late instead of never. The library rejects such a codec without feedback unless the layout sets
 # `allow_biased`, as the fifth run does, to show what happens. `diagnostics` measures the error of each step's mean. Each run takes a few
-# seconds, most of them to compile, and prints a line when it is done.
+# seconds, most of them to compile, and its line is complete when it is done.
 
 # %%
 TOP = {"keep": 0.02}
@@ -88,8 +88,9 @@ def fit(gradients):
 
 runs = {}
 for name, gradients in WAYS.items():
+    print(f"{name:20}", end="")
     runs[name] = fit(gradients)
-    print(f"{name:20}loss from {runs[name].history['loss'][0]:.2f} to {runs[name].history['loss'][-1]:.2f}")
+    print(f"loss from {runs[name].history['loss'][0]:.2f} to {runs[name].history['loss'][-1]:.2f}")
 
 # %% [markdown]
 # ## Bytes sent

@@ -133,7 +133,7 @@ plt.show()
 #
 # 1,797 digits of 8x8 pixels come with scikit-learn. A gradient is of eight rows, and each run computes as many gradients as the others, so
 # all runs do the same amount of work. `batch_size` counts the rows of all workers together. The rate is 0.4, except in the last run, which
-# shows what a rate of an eighth does for an asynchronous server. Each run takes up to ten seconds, and prints a line when it is done.
+# shows what a rate of an eighth does for an asynchronous server. Each run takes up to ten seconds; then its line is complete.
 
 # %%
 ROWS, EPOCHS, RATE, TARGET = 8, 6, 0.4, 0.9
@@ -177,9 +177,10 @@ curves, tried = {}, [(name, layout, RATE) for name, layout in WAYS.items()]
 tried.append(("asynchronous, rate / 8", WAYS["asynchronous"], RATE / 8))
 print(f"{'':26}final accuracy   simulated seconds   to an accuracy of {TARGET:g}")
 for name, layout, rate in tried:
+    print(f"{name:26}", end="")
     curves[name] = seconds, accuracy = fit(layout, rate)
     reached = f"{seconds[np.argmax(accuracy >= TARGET)]:.1f}" if accuracy.max() >= TARGET else "never"
-    print(f"{name:26}{accuracy[-5:].mean():14.3f}{seconds[-1]:20.1f}{reached:>24}")  # the mean of the last epoch
+    print(f"{accuracy[-5:].mean():14.3f}{seconds[-1]:20.1f}{reached:>24}")  # the mean of the last epoch
 
 # %% [markdown]
 # ## Accuracy over time

@@ -69,8 +69,8 @@ print(*trainer.notes(), sep="\n")
 # ## Synchronous, with spares, and asynchronous
 #
 # The steps of the eight workers vary in length; the median is one simulated second. A synchronous step waits for all eight workers,
-# or for six with two spare replicas. Asynchronous workers do not wait, and their gradients are stale when they arrive. A line is printed
-# as each run is done.
+# or for six with two spare replicas. Asynchronous workers do not wait, and their gradients are stale when they arrive. A line is
+# complete when its run is done.
 
 # %%
 times = "lognormal(1.0, 0.5)"
@@ -81,10 +81,11 @@ ways = {
 }
 print(f"{'':14}{'simulated s':>12}{'accuracy':>10}{'dropped':>9}{'staleness':>11}")
 for name, layout in ways.items():
+    print(f"{name:14}", end="")
     history = spmd.fit(make, train, optimizer=optax.sgd(0.2), layout=layout, epochs=4, progress=False, **how).history
     dropped = sum(history["gradients_dropped"]) if "gradients_dropped" in history else 0
     age = np.mean(history["staleness"]) if "staleness" in history else 0
-    print(f"{name:14}{history['simulated_seconds'][-1]:12.0f}{history['eval_accuracy'][-1]:10.3f}{dropped:9.0f}{age:11.1f}")
+    print(f"{history['simulated_seconds'][-1]:12.0f}{history['eval_accuracy'][-1]:10.3f}{dropped:9.0f}{age:11.1f}")
 
 # %% [markdown]
 # Two spares make a step shorter, and a quarter of the gradients are dropped. Without waiting the run is shorter still; its gradients are
@@ -100,7 +101,9 @@ import tempfile
 
 folder = tempfile.mkdtemp() + "/run"
 first = spmd.fit(make, train, optimizer=optax.adam(2e-3), steps=30, checkpoint=folder, progress=False, **how)
+print("stopped after step", first.state.step)
 resumed = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, checkpoint=folder, resume=True, progress=False, **how)
+print("resumed, and done after step", resumed.state.step)
 uninterrupted = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, progress=False, **how)
 print("equal to a run that was not stopped:", resumed.history["loss"] == uninterrupted.history["loss"][30:])
 uninterrupted

@@ -125,15 +125,38 @@ class Result:
         return dataclasses.replace(self, state=self.trainer.averaged(self.state))
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Exact means of loss and metrics over `data`, in evaluation mode."""
+        """Exact means of loss and metrics over `data`, in evaluation mode.
+
+        Args:
+          data: as for `fit`.
+          batch_size: rows of a batch; None: as many as a step had.
+
+        Returns:
+          "loss" and each metric, by name.
+        """
         return self.trainer.evaluate(self.state, data, batch_size=batch_size)
 
     def predict(self, inputs: Tree) -> Tree:
-        """The model's outputs for every row of `inputs`, as numpy arrays on the host."""
+        """The model's outputs for every row of `inputs`, as numpy arrays on the host.
+
+        Args:
+          inputs: what the model is called with: an array [rows, ...] or a tree of them.
+
+        Returns:
+          A tree of arrays [rows, ...], as the model returns it.
+        """
         return self.trainer.predict(self.state, inputs)
 
     def export(self, folder: str | Path, **options: Any) -> ExportReport:
-        """Write the trained model to a folder that `spmd.load_exported` reads without the model's code; options as for `spmd.export`."""
+        """Write the trained model to a folder that `spmd.load_exported` reads without the model's code.
+
+        Args:
+          folder: is created; a folder that is not empty is an error.
+          options: as for `spmd.export`: `weights`, `platforms`, `batch`, `inputs`, `check`.
+
+        Returns:
+          How each array is stored; printed, a table.
+        """
         return export(self.trainer, self.state, folder, **options)
 
 
@@ -195,8 +218,9 @@ def fit(
         not the newest weights.
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
-      checkpoint: a folder, or a `Checkpoint` with more options. `resume=True` resumes from the newest checkpoint there, on the same
-        data; `resume="changed_data"` also when the contents of the data have changed, such as a repaired row.
+      checkpoint: a folder, or a `Checkpoint` with more options.
+      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also when the contents of the data have
+        changed, such as a repaired row.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
       log_every: steps per record; each record is the mean over them, with rates such as tokens per second.

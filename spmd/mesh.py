@@ -28,8 +28,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class MeshSpec:
     """Axis names and sizes, outermost first. One size may be -1: it takes the devices that are left.
 
-    >>> MeshSpec.parse("data=-1,model=2").resolve(8)
-    MeshSpec(axes=(('data', 4), ('model', 2)))
+    Args:
+      axes: pairs of name and size.
+
+    Example:
+      >>> MeshSpec.parse("data=-1,model=2").resolve(8)
+      MeshSpec(axes=(('data', 4), ('model', 2)))
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -150,6 +154,9 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
         on the axis `data`.
       devices: the devices to use; all of `jax.devices()` by default.
 
+    Returns:
+      The mesh, whose axes are all of type Auto.
+
     Raises:
       MeshError: sizes that do not multiply to the number of devices, or a spec that cannot be read.
 
@@ -238,6 +245,9 @@ def simulate_devices(count: int) -> None:
     """Make this process see `count` CPU devices, for a notebook, a test or a script on a laptop.
 
     Call it before anything asks JAX for a device. Calling it again with the number there already is does nothing.
+
+    Args:
+      count: devices of this process.
 
     Raises:
       MeshError: JAX has started with another number of devices; it cannot be changed in a running process.

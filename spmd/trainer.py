@@ -89,6 +89,10 @@ class Trainer:
     newest `fit` stays in use, else it is the user's; a trainer in several processes has none then, since only `fit` makes sure that all of
     them see the same one.
 
+    Args:
+      model, loss, optimizer, mesh, layout, metrics, precision, accumulate, seed: as in `fit`.
+      compile_cache: as in `fit`, except as above.
+
     Example:
       >>> import optax, spmd
       >>> import jax.numpy as jnp
@@ -217,6 +221,9 @@ class Trainer:
           only: "params": parameters and batch statistics alone, in a new state at step 0 of this trainer's optimizer, whatever the
             run's optimizer was. `fit(trainer.rebuild(state), ...)` trains from there.
 
+        Returns:
+          The state, on this trainer's mesh.
+
         Raises:
           CheckpointError: there is no such checkpoint, or it does not fit this model and optimizer (a table says where).
 
@@ -256,7 +263,14 @@ class Trainer:
 
     @outside_of_mesh()
     def rebuild(self, state: State) -> Any:
-        """The user's kind of model, holding the arrays of `state`."""
+        """The user's kind of model, holding the arrays of `state`.
+
+        Args:
+          state: which is not consumed; a later step from it deletes arrays that the model holds.
+
+        Returns:
+          An nnx module, a bound linen module, or a callable.
+        """
         check_alive(state)
         return self._placed.model.rebuild(state.variables)
 
@@ -275,7 +289,17 @@ class Trainer:
 
     @outside_of_mesh()
     def place(self, batch: Tree) -> Batch:
-        """A host batch on the mesh. Buffers are copied, so they may be reused at once."""
+        """A host batch on the mesh. Buffers are copied, so they may be reused at once.
+
+        Args:
+          batch: arrays [rows, ...], of each process its own rows.
+
+        Returns:
+          The batch for `step`, padded and with a weight for each row.
+
+        Raises:
+          DataError: it does not fit the first batch, or has more rows.
+        """
         batch = as_arrays(batch, "the batch")
         rows = check_leaves(batch, "the batch")
         global_rows = rows * jax.process_count()  # each process passes its part
@@ -291,6 +315,7 @@ class Trainer:
         """One update. `state` is consumed; use the one returned.
 
         Args:
+          state: from `init`, `restore` or a step; it is consumed.
           batch: arrays [rows, ...] on the host, or a `Batch` from `place`. The first one fixes the full batch's size; a
             smaller one is padded and masked (or run at its own size, when the loss cannot be masked).
 
@@ -328,6 +353,16 @@ class Trainer:
         self, data: Any, *, batch_size: int | None = None, epochs: int = 1, state: State | None = None, shuffle: bool | None = None
     ) -> Iterator[StepInfo]:
         """Train over `data`, yielding after every update; the loop's body is yours.
+
+        Args:
+          data: as for `fit`.
+          batch_size: examples per update over all workers, for data that are not batched yet.
+          epochs: passes over the data.
+          state: to train from; it is consumed. None: a new one.
+          shuffle: as for `fit`.
+
+        Returns:
+          An iterator of the number of the step, its metrics, which wait for the device when they are read, and the state.
 
         Example:
           for info in trainer.steps(data, batch_size=128, epochs=3):
@@ -370,6 +405,14 @@ class Trainer:
         """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short.
 
         What is not finite is returned as it is, with a warning that names the metric and the first batch at fault.
+
+        Args:
+          state: whose parameters are used; it is not consumed.
+          data: as for `fit`.
+          batch_size: rows of a batch, for data that are not batched yet; None: as many as a step has.
+
+        Returns:
+          "loss" and each metric, by name.
 
         Raises:
           DataError: the loss or a metric fails on such batches, and they differ from those that are trained on.
@@ -426,7 +469,11 @@ class Trainer:
         """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows, ...] on the host.
 
         Args:
+          state: whose parameters are used; it is not consumed.
           inputs: what the model is called with: an array [rows, ...] or a tree of them.
+
+        Returns:
+          A tree of arrays [rows, ...], as the model returns it.
 
         Raises:
           OptionError: no step was prepared yet, so the batch size is not known.

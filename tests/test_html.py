@@ -69,6 +69,12 @@ def test_tables_fit_the_terminal(monkeypatch):
     trainer.prepare({"x": jax.ShapeDtypeStruct((8, 64), "float32"), "y": jax.ShapeDtypeStruct((8, 64), "float32")})
     values = {"learning_rate": 0.123456, "weight_decay": 0.00123456, "momentum": 0.9, "an_option_with_a_long_name": "nesterov"}
     tried = TrialResult(Trial(0, values, 0), 0.5, {}, history("loss"), "done", None)
+    cell = trainer.wire._repr_html_()
+    assert (
+        cell.count("<rect") == 2 + 1
+        and "reduce_gradients/exact/0, reduce_scatter over data: " in cell
+        and f"{trainer.wire.bytes():,} bytes" in cell
+    )
     for table in (trainer.summary(), trainer.wire, Sweep([tried], [], ("eval_loss", "min"), 1)):
         assert max(map(len, str(table).splitlines())) <= 60, str(table)
     monkeypatch.delenv("COLUMNS")
@@ -133,7 +139,7 @@ def test_what_comes_from_users_is_escaped(made):
 
 def test_a_layout_is_a_line_and_a_table():
     assert repr(layout()) == f"Layout {ODD} on data=-1, model=2: 1 rule, 1 axis name, else shard:data; gradients by compiler, exact"
-    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", layout()._repr_html_())]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", layout()._repr_html_())]
     safe = ODD.replace("<", "&lt;").replace(">", "&gt;")
     assert rows == [
         ["", "of", "is", "except", "line"],
@@ -174,7 +180,7 @@ def test_drawings_show_where_no_file_is_asked_for(draw, tmp_path):
 
 def test_a_mesh_is_drawn_by_its_devices():
     drawing = viz.devices(spmd.make_mesh("data=2,model=2,stage=2"))
-    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", drawing._repr_html_())]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", drawing._repr_html_())]
     assert rows[0] == ["data, model", "stage 0", "stage 1"] and rows[2] == ["data 0, model 1", "2", "3"] and len(rows) == 5
     with pytest.raises(MeshError, match="fix:"):
         viz.devices("data=3")

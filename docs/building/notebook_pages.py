@@ -94,5 +94,4 @@ def thumbnail(path: Path) -> str:
             pictures = re.findall(r"<svg\b.*?</svg>|<img\b[^>]*>", shows, re.DOTALL)
             if pictures:
                 return f'<span class="spmd-cell">{"".join(_STYLE.findall(shows)[:1])}{pictures[-1]}</span>'
-    return ""
     raise ValueError(f"{path.name}: no cell with the tag {THUMBNAIL!r} shows a picture")

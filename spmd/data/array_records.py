@@ -172,6 +172,9 @@ def array_record(
       pad: by name, `spmd.data.padded(length, dtype)` for one-dimensional arrays of `decode` whose lengths differ.
       shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
+    Returns:
+      A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
+
     Raises:
       DataError: no file, or a file that is not an ArrayRecord file.
       OptionError: neither or both of `decode` and `features`.

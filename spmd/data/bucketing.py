@@ -77,10 +77,22 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
     Args:
       records: from `spmd.data.tfrecord` or the like, with `name` padded.
       lengths: of the buckets; a record is in the first that is long enough.
+      name: of the padded feature whose length counts.
+
+    Returns:
+      An iterable of batches, whose position can be saved, as of `Records`.
 
     Raises:
       OptionError: `name` is not padded, or lengths do not increase.
       DataError: a record is longer than all buckets.
+
+    Example:
+      >>> import spmd
+      >>> padded = {"tokens": spmd.data.padded(64, "int32")}
+      >>> spmd.data.buckets(spmd.data.tfrecord("train-*.tfrecord", features=padded, batch_size=32), "tokens", [16, 64])
+      Traceback (most recent call last):
+      spmd.errors.DataError: no file matches "train-*.tfrecord".
+      ...
     """
     if not isinstance(records, Records):
         raise OptionError(f"buckets: of {type_name(records)}.", fix="records, such as spmd.data.tfrecord(...).")

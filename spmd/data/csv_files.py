@@ -145,6 +145,9 @@ def csv(
       on_error: "stop", or "skip" to leave out records that cannot be read.
       index: a folder that stores where records begin, so that the next run need not look for them. None: nothing is written.
 
+    Returns:
+      A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
+
     Raises:
       DataError: no file, headers that differ, a type that cannot be inferred, a quote that is not closed.
       OptionError: a column that is not there, or an option out of range.

@@ -33,6 +33,9 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
       arrays: dict or tuple of arrays [examples, ...].
       steps_per_call: steps in one call; checkpoints, evaluations and the end of an epoch shorten a call.
 
+    Returns:
+      What `fit(data=...)` takes.
+
     Example:
       >>> data = resident({"x": np.zeros((256, 4), np.float32), "y": np.zeros(256, np.int32)})
       >>> data.steps_per_call

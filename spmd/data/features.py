@@ -54,7 +54,13 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
     Bytes are read as consecutive numbers of `dtype` (such as pixels, uint8), or decoded by `decode(bytes)`.
 
     Args:
+      shape: of the feature in one record; () for one number.
+      dtype: of its numbers, such as "float32".
+      decode: makes an array of this shape of a record's bytes, such as a compressed image; None: the bytes are the numbers.
       default: for records without this feature; without one they are an error.
+
+    Returns:
+      The feature, for `features=` of `tfrecord` and `array_record`.
 
     Example:
       >>> fixed((28, 28), "uint8").shape
@@ -79,6 +85,14 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
     """A feature of up to `length` numbers, padded with `fill`; a second array `NAME_mask` is True where data is.
 
     All have one length, since a step is compiled for one shape; a longer feature is an error that names the record.
+
+    Args:
+      length: numbers of the longest feature.
+      dtype: of its numbers, such as "int32".
+      fill: what is padded with.
+
+    Returns:
+      The feature, for `features=` of `tfrecord`, or `pad=` of `array_record`.
 
     Example:
       >>> sorted(padded(64, "int32").fields("tokens"))

@@ -41,11 +41,20 @@ def read_idx(path: str | Path) -> np.ndarray:
 def mnist(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Train and test sets from the four IDX files of MNIST, Fashion-MNIST or KMNIST in `folder`, plain or `.gz`.
 
+    Args:
+      folder: with the four files.
+
     Returns:
       Two dicts: "image" float32[examples, height, width, 1] from 0 to 1, "label" int32[examples].
 
     Raises:
       DataError: a file is missing (the message says which names were looked for) or damaged.
+
+    Example:
+      >>> import spmd
+      >>> train, test = spmd.data.mnist("nowhere")
+      Traceback (most recent call last):
+      spmd.errors.DataError: ...
     """
     return _split(Path(folder), "train"), _split(Path(folder), "t10k")
 

@@ -78,8 +78,22 @@ def images(
       channels: 1 (grey), 3 or 4.
       shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
+    Returns:
+      A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
+
     Raises:
       DataError: there is no such folder, or no picture in it.
+
+    Example:
+      >>> import pathlib, spmd, tempfile
+      >>> from PIL import Image
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> for name in ("cat", "dog"):
+      ...     (folder / name).mkdir()
+      ...     Image.new("RGB", (8, 8)).save(folder / name / "1.png")
+      >>> batch = next(iter(spmd.data.images(folder, size=(4, 4), batch_size=2, shuffle=False)))
+      >>> batch["image"].shape, batch["label"].tolist()
+      ((2, 4, 4, 3), [0, 1])
     """
     pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(length) is int and length >= 1 for length in size)
     if not pair or type(channels) is not int or channels not in _MODES:

@@ -161,9 +161,19 @@ def parquet(
       defaults: by column of numbers, what stands for a missing value. Without one such a value is an error.
       shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
+    Returns:
+      A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
+
     Raises:
       DataError: no file, one that is no Parquet file, or a column that holds no numbers.
       OptionError: a column that is not there, or a default for one of lists.
+
+    Example:
+      >>> import pathlib, pyarrow, pyarrow.parquet, spmd, tempfile
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.parquet"
+      >>> pyarrow.parquet.write_table(pyarrow.table({"x": [1.0, 2.0], "y": [0, 1]}), file)
+      >>> next(iter(spmd.data.parquet(file, batch_size=2, shuffle=False)))["y"].tolist()
+      [0, 1]
     """
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     names = columns if isinstance(columns, Sequence) and not isinstance(columns, str) else ()

@@ -104,10 +104,22 @@ class Records:
     may be short. A position is two numbers, the epoch and the batches taken from it. They determine the next records, for any number of
     workers and processes.
 
+    Args:
+      format: of the files; `spmd.data.csv` and the like make it.
+      reading: batch size, order, threads, and what happens to records that cannot be read.
+
     Attributes:
       examples: the records of all files.
       fields: by name, shape and dtype of what one record has.
       steps_per_epoch: batches, a short last one counted.
+
+    Example:
+      >>> import pathlib, spmd, tempfile
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
+      >>> _ = file.write_text("x,y\\n1,2\\n3,4\\n5,6\\n")
+      >>> records = spmd.data.csv(file, batch_size=2, shuffle=False)
+      >>> records.examples, records.steps_per_epoch, [batch["x"].tolist() for batch in records]
+      (3, 2, [[1, 3], [5]])
     """
 
     def __init__(self, format: FileFormat, reading: ReadOptions):
@@ -223,6 +235,11 @@ class Records:
 
 class Batches:
     """An iterator over the batches of one epoch, whose position can be saved.
+
+    Args:
+      records: whose batches these are.
+      epoch: from 0.
+      start: batches of the epoch that are left out at its beginning.
 
     Example:
       >>> import numpy as np, spmd, tempfile, pathlib

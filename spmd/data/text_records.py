@@ -297,6 +297,10 @@ def text(
       seed, workers, on_error: as in `spmd.data.csv`.
       index: a folder that stores where documents are and how many tokens they have, so that the next run need not tokenize all first.
 
+    Returns:
+      Batches of rows, as `spmd.data.Records`; `print` shows documents, tokens and rows, and `padding` is the share of positions without a
+      token.
+
     Raises:
       DataError: no file or tokenizer; documents that cannot be used, with file, line and reason; an unknown chat format, or one whose
         special tokens the tokenizer lacks.

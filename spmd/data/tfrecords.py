@@ -69,6 +69,9 @@ def tfrecord(
       shuffle, seed, workers, index: as in `spmd.data.csv`.
       on_error: "stop", or "skip" to leave out records that cannot be read; of a file whose lengths are damaged, all from there on.
 
+    Returns:
+      A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
+
     Raises:
       DataError: no file, or one that is truncated or damaged.
 

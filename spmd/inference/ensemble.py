@@ -49,7 +49,12 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The effect of a temperature on held-out data; printed, a table. `before` and `after` have log loss and calibration error."""
+    """The effect of a temperature on held-out data; printed, a table.
+
+    Attributes:
+      temperature: by which log-probabilities are divided.
+      before, after: log loss and calibration error.
+    """
 
     temperature: float
     before: dict[str, float]
@@ -135,6 +140,13 @@ class Ensemble:
     def predict(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
         """Combined probabilities of every row, float32[rows, ..., classes], on the host; at the fitted temperature, after `calibrate`.
 
+        Args:
+          inputs: arrays [rows, ...], as the members take them.
+          batch_size: rows per call.
+
+        Returns:
+          Probabilities, which sum to 1 over classes.
+
         Raises:
           DataError: another tree, other shapes or dtypes than the members take, or no rows.
           EnsembleError: a member is a function, which only `ask` can call.
@@ -146,7 +158,15 @@ class Ensemble:
 
     @outside_of_mesh()
     def members(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
-        """Each member's probabilities, float32[members, rows, ..., classes], on the host, in the order of `names`."""
+        """Each member's probabilities, float32[members, rows, ..., classes], on the host, in the order of `names`.
+
+        Args:
+          inputs: arrays [rows, ...], as the members take them.
+          batch_size: rows per call.
+
+        Returns:
+          Probabilities, which sum to 1 over classes.
+        """
         return np.exp(uncertainty.log_softmax(self._logits(inputs, batch_size))).astype(np.float32)
 
     @outside_of_mesh()
@@ -154,6 +174,13 @@ class Ensemble:
         """Uncertainty float64[rows, ...], in nats: the "entropy" of the prediction, and the "disagreement" of the members.
 
         Disagreement is the part of the entropy that more training data would remove; the rest is noise in the data.
+
+        Args:
+          inputs: arrays [rows, ...], as the members take them.
+          batch_size: rows per call.
+
+        Returns:
+          The two arrays, by name.
         """
         logits = self._logits(inputs, batch_size)
         entropy = uncertainty.entropy(np.exp(self._log_probabilities(logits)))
@@ -165,6 +192,10 @@ class Ensemble:
 
         Args:
           data: a pair (inputs, labels), or a dict as `spmd.losses.cross_entropy` takes it; or an iterable of batches.
+          batch_size: rows per call.
+
+        Returns:
+          Log loss, accuracy, calibration error and entropy; printed, a table.
 
         Raises:
           DataError: it is not clear which arrays are inputs and which labels, or labels do not fit the logits.
@@ -185,7 +216,12 @@ class Ensemble:
         """Fit a temperature to held-out data; `predict`, `evaluate`, `uncertainty` and `ask` use it from then on.
 
         Args:
+          inputs: arrays [rows, ...], as the members take them.
           labels: the true classes, integers [rows, ...], of rows that no member was trained on.
+          batch_size: rows per call.
+
+        Returns:
+          The temperature, and what it changes.
 
         Raises:
           DataError: other inputs or labels than the members take.
@@ -212,7 +248,11 @@ class Ensemble:
         The first call compiles each member's program for this number of rows, so make it without a deadline.
 
         Args:
+          inputs: arrays [rows, ...], as the members take them.
           deadline: seconds; None waits for all members.
+
+        Returns:
+          The combined probabilities, and who was late or failed.
 
         Raises:
           EnsembleError: no member answered in time (the error lists late members and exceptions), or the ensemble was closed meanwhile.

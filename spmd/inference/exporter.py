@@ -39,7 +39,8 @@ class ExportReport:
     Attributes:
       folder: where the model was written.
       arrays: how each array is stored, and its quantization error.
-      weights_bytes: size of the weights' file; `exact_bytes`: of the original arrays.
+      weights_bytes: size of the weights' file.
+      exact_bytes: size of the original arrays.
       before, after: loss and metrics of the exact and of the written weights on `check`; empty without it.
     """
 
@@ -81,6 +82,7 @@ def export(
     The folder appears once it is complete. All processes must call this; process 0 writes.
 
     Args:
+      trainer: the trainer of the state.
       state: the state to export; `fit(...).export(folder)` exports its last state.
       folder: is created; a folder that is not empty is an error.
       weights: "exact"; or "int8": matrices and kernels as int8 with a scale for each output channel, a quarter of the bytes. The program
@@ -90,6 +92,9 @@ def export(
         any number.
       inputs: an example of the model's inputs, or their shapes; None: what the loss calls the model with.
       check: data on which loss and metrics are measured before and after; for "int8".
+
+    Returns:
+      An `ExportReport`: the folder, and how each array is stored; printed, a table.
 
     Raises:
       ExportError: the folder is not empty, or the model cannot be exported; nothing was written.

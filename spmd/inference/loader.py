@@ -102,7 +102,11 @@ class ExportedModel:
         """The model's outputs for all rows, as numpy arrays; at most two programs are compiled for any number of rows.
 
         Args:
+          inputs: arrays [rows, ...], as the model takes them.
           batch_size: rows per call, if the model takes any number.
+
+        Returns:
+          A tree of arrays [rows, ...], as the model returns it.
 
         Raises:
           DataError: another tree, other shapes or dtypes, or no rows.
@@ -119,7 +123,11 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     """Load a model written by `export`, without the model's code; nothing in the folder is executed as Python.
 
     Args:
+      folder: that `export` wrote.
       device: the jax device that holds the weights and runs the program; None: jax's default.
+
+    Returns:
+      An `ExportedModel`: `model(x)` gives arrays on the device, `model.predict(x)` numpy arrays.
 
     Raises:
       ExportError: there is no such folder, or it is damaged, of a later format, or not for this platform.

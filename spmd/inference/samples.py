@@ -21,6 +21,7 @@ class Sample:
     """What a model has written after `step` updates.
 
     Attributes:
+      step: updates made when it was written.
       prompt: as it was given.
       tokens: int32[up to max_new_tokens].
       text: of them; None without a tokenizer.

@@ -22,7 +22,9 @@ class Answer:
 
     Attributes:
       probabilities: float64[rows, ..., classes], combined from the members that answered.
-      members: their names; `late`: the names of those that were not in time; `failed`: the errors of the others, by name.
+      members: their names.
+      late: names of those that were not in time.
+      failed: errors of the others, by name.
       seconds: the time it took.
     """
 

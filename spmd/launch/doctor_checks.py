@@ -283,7 +283,8 @@ def _of_devices(found: Mapping[str, Any]) -> Iterator[Problem]:
     if why := found["drivers"].get("failure"):
         yield Problem("nvidia-smi", [why], "the driver does not work: restart the machine, or install the driver again.")
     if why := devices.get("failure"):
-        yield Problem("JAX finds no devices", [why], WAYS_OUT)
+        if found["versions"]["jax"] is not None:
+            yield Problem("JAX finds no devices", [why], WAYS_OUT)
     elif gpus and not any(device["platform"] in ("gpu", "cuda") for device in devices["devices"]):
         why = f"the driver knows {len(gpus)} GPU{'s' * (len(gpus) != 1)}, and JAX uses {devices['devices'][0]['platform']}."
         fix = f"unset JAX_PLATFORMS, which is {platforms}." if platforms else f"{how_to_install('cuda')}."

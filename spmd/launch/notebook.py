@@ -94,6 +94,9 @@ def run(
       args: its arguments.
       processes, simulate, devices, memory_fraction, preallocate, stall, grace: as in `local`.
 
+    Returns:
+      What the function returned in process 0, with jax arrays as numpy arrays.
+
     Raises:
       OptionError: an option is invalid; options inside a block.
       ProcessError: a process failed.
@@ -124,9 +127,18 @@ _blocks: list["Processes"] = []  # of the entered `with` blocks, the innermost l
 class Processes:
     """Processes of this machine that wait for functions to run; `spmd.launch.local` starts them.
 
+    Args:
+      config: how many, and with which devices; `spmd.launch.local` makes it.
+
     Attributes:
       count: the number of processes.
       devices: the number of their devices together.
+
+    Example:
+      >>> import spmd
+      >>> with spmd.launch.local(processes=1, simulate=2) as both:
+      ...     both.run(lambda number: number + 1, 2)
+      3
     """
 
     def __init__(self, config: LocalConfig):

@@ -16,6 +16,13 @@ Options = tuple[tuple[str, Any], ...]
 class GradientRule:
     """The codec of gradients whose parameter path matches `path` and none of `except_`.
 
+    Args:
+      path: a pattern of parameters.
+      codec: its name.
+      options: of the codec, pairs of name and value.
+      except_: patterns of parameters that the rule leaves out.
+      line: of the file; None without one.
+
     Example:
       >>> GradientRule("**/embedding", "exact").codec
       'exact'
@@ -53,6 +60,7 @@ class Gradients:
         reduced once per step, as those of all other weights are; "reduced" ones, reduced in every microbatch, which takes the memory of
         shards and sends as many times the bytes; or "auto": local ones, if a device has room.
       rules: codecs by path.
+      options: of the codec, by name.
 
     Example:
       >>> from spmd import Layout

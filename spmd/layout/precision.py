@@ -15,6 +15,12 @@ class Precision:
     `products` is "bfloat16", "float8" (e4m3 forward, e5m2 for gradients) or "int8" (forward only). Parameters and optimizer state keep
     their dtypes. `line` is where the file says so.
 
+    Args:
+      path: a pattern of layers.
+      products: "bfloat16", "float8" or "int8".
+      except_: patterns of layers that the rule leaves out.
+      line: of the file; None without one.
+
     Example:
       >>> Precision("blocks/**", "float8", except_="**/router").except_
       ('**/router',)

@@ -20,6 +20,12 @@ class Remat:
     `modules` are path patterns of submodules, each rematerialised on its own; without them it is the whole forward pass. `rules` are
     further `Remat`s, for other modules.
 
+    Args:
+      save: what is kept; None: everything, and nothing inside of `modules`.
+      modules: patterns of submodules; (): the forward pass as one.
+      offload: names of values that are kept in the host's memory.
+      rules: further `Remat`s, for other modules.
+
     Example:
       >>> Remat("nothing", "blocks/*").modules
       ('blocks/*',)

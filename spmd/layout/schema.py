@@ -31,6 +31,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spm
 class Rule:
     """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so.
 
+    Args:
+      path: a pattern: `*` within one level, `**` any number of levels, `{a,b}` either.
+      spec: for each dim the mesh axis that shards it, None, or a tuple of axes, outermost first; missing dims are not sharded.
+      except_: patterns of paths that the rule leaves out.
+      line: of the file; None without one.
+
     Example:
       >>> Rule("**/kernel", (None, "model"), except_=("head/**",)).spec  # dim 0 replicated, dim 1 sharded over `model`
       (None, 'model')
@@ -63,8 +69,9 @@ class Batch:
 class Default:
     """What happens to a parameter that no rule and no logical axis covers.
 
-    `params` is "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error". `max_replicated` bounds the
-    share of parameter bytes that may be replicated on every device (0 to 1; None: no bound).
+    Args:
+      params: "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error".
+      max_replicated: the largest share of parameter bytes that may be replicated on every device, 0 to 1; None: no bound.
 
     Example:
       >>> Layout(default=Default("shard:data", max_replicated=0.5)).default.params
@@ -97,7 +104,8 @@ class OptimizerState:
 class Memory:
     """In which memory arrays of the state live between steps.
 
-    `optimizer`: "device", or "host": the optimizer's moments, in pinned memory of the host; each is copied to the device for its update.
+    Args:
+      optimizer: "device", or "host": the optimizer's moments, in pinned memory of the host; each is copied to the device for its update.
 
     Example:
       >>> Layout(memory=Memory("host")).memory.optimizer
@@ -114,6 +122,9 @@ class Attention:
     `implementation` is "auto", "cudnn" or "triton" (GPUs), "splash" (TPUs), "chunked", or "xla", which holds all scores. None: models
     compute attention as they are written, and `spmd.nn.attention` is "xla".
 
+    Args:
+      implementation: see above.
+
     Example:
       >>> Layout(attention=Attention("auto")).attention.implementation
       'auto'
@@ -125,6 +136,31 @@ class Attention:
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where every array lives and how gradients are reduced. `mesh` and `axes` may be given as dicts.
+
+    Args:
+      description: a sentence, which `spmd layouts` prints.
+      use_when: a sentence, for which models and machines the layout is meant.
+      mesh: sizes of mesh axes by name, outermost first; one may be -1. () is one axis, `data`, of all devices.
+      batch: how the batch is sharded; its first dim's axes are the data axes.
+      params: `Rule`s for parameters.
+      axes: from logical axis names of a model to mesh axes.
+      activations: `Rule`s for the outputs of submodules.
+      default: what happens to parameters that no rule and no name covers.
+      optimizer: how the optimizer's state is sharded, and who multiplies matrices.
+      memory: where the optimizer's moments live between steps.
+      gradients: how gradients are reduced, and with which codec.
+      parameter_server: of reduction "parameter_server".
+      remat: what is recomputed in the backward pass.
+      pipeline: the axis and the schedule of stages.
+      sequence: the axis over which `spmd.nn.attention` shards sequences.
+      experts: the axis over which `spmd.nn.MixtureOfExperts` shards experts.
+      attention: its implementation.
+      precision: dtypes of the products of layers.
+      train: which parameters are trained.
+      adapters: low-rank adapters.
+      compiler: options of XLA.
+      name: of the file, without its folder and suffix.
+      source: what messages call the layout: its path.
 
     Example:
       >>> layout = Layout(params=(Rule("**/kernel", (None, "model")),), name="mine")

@@ -23,6 +23,12 @@ class Train:
     "bfloat16", "float16", "int8" or "nf4" (Dettmers et al., arXiv:2305.14314); None: in the dtype in which they come. For "int8" and "nf4",
     `block` values along dim -2, the inputs of a layer, share a scale.
 
+    Args:
+      include: patterns of parameters that are trained; a string is one.
+      exclude: patterns of those among them that are not.
+      frozen: how the others are kept; None: as they come.
+      block: values that share a scale, of dim -2.
+
     Example:
       >>> Train(include="head/**", frozen="bfloat16").include
       ('head/**',)
@@ -49,6 +55,15 @@ class Adapter:
 
     The layer then computes `x @ kernel + scale * (dropout(x) @ lora_a) @ lora_b`, where `scale` is `alpha / rank`, or `alpha / sqrt(rank)`
     with `rslora` (Kalajdzievski, arXiv:2312.03732). `lora_b` begins as zeros. `line` is where the file says so.
+
+    Args:
+      modules: a pattern of `nnx.Linear` layers.
+      rank: columns of `lora_a`, rows of `lora_b`.
+      alpha: the numerator of `scale`.
+      dropout: the share of the adapter's inputs that are dropped in training, from 0 to 1.
+      rslora: whether `scale` is divided by the root of the rank.
+      except_: patterns of layers that it leaves out.
+      line: of the file; None without one.
 
     Example:
       >>> Adapter("**/{query,value}", rank=16, alpha=32.0).scale

@@ -21,6 +21,8 @@ class FunctionalModel:
     workers, of which each sees its own rows, for `jax.lax.pmean` and the like; None where all rows are seen.
 
     Args:
+      init: `init(key) -> params`, a tree of arrays.
+      apply: `apply(params, *inputs) -> outputs`.
       stateful: the model has state that a call changes, such as batch statistics: `init(key) -> (params, state)` and
         `apply(params, state, *inputs) -> (outputs, state)`. State has no gradient; floats are averaged over the workers after a step,
         and of integers the largest is kept. What evaluation changes is dropped.

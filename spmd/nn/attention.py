@@ -61,6 +61,7 @@ def attention(
       soft_cap: a bound on scores: x becomes soft_cap * tanh(x / soft_cap).
       dropout: the share of weights that are dropped, drawn with `dropout_key`.
       implementation: "auto", "cudnn", "triton", "splash", "xla" or "chunked"; None: that of the layout.
+      dropout_key: a key of `jax.random`; needed with `dropout`.
 
     Returns:
       [rows, length, heads, head_dim], in the dtype and sharding of the query.

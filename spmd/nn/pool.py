@@ -14,6 +14,12 @@ def max_pool2(x: jax.Array) -> jax.Array:
     pixel, where the gradient of reduce-window searches again, which is an order of magnitude slower on a CPU. An odd last row or column
     is left out, as in `nnx.max_pool`.
 
+    Args:
+      x: [rows, height, width, channels].
+
+    Returns:
+      [rows, height // 2, width // 2, channels].
+
     Example:
       >>> float(max_pool2(jnp.arange(16.0).reshape(1, 4, 4, 1)).sum())  # 5 + 7 + 13 + 15
       40.0

@@ -101,9 +101,21 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
         "circular": the same with several groups of layers on each stage, so that the pipeline fills sooner. "1f1b": each stage runs
         backward as early as it can, so that it stores the activations of at most `stages` microbatches.
       hop: ticks until the next stage can use a result; 2: it is sent while the next tick is computed.
+      stages: devices of the pipeline.
+      microbatches: parts of the batch.
+      groups: of layers on each stage, for "circular".
+
+    Returns:
+      The schedule; printed, a line for each stage.
 
     Raises:
       OptionError: no such schedule, numbers below 1, or numbers that do not fit together.
+
+    Example:
+      >>> make_schedule("gpipe", stages=2, microbatches=2)
+      gpipe, 2 stages, 2 microbatches: 6 ticks, 33.3% idle
+      0 |  0  1  .  . 1' 0'
+      1 |  .  0  1 1' 0'  .
     """
     if not isinstance(name, str) or name not in ORDERS:
         raise OptionError(f'schedule: no schedule "{name}".', fix=f"{did_you_mean(str(name), ORDERS)}")
@@ -176,6 +188,10 @@ def best_chunk(time: int, stages: int, message: float = 0.5) -> int:
     Args:
       time: total steps, T.
       message: the cost of sending, in steps of one stage, a.
+      stages: p.
+
+    Returns:
+      c, from 1 to `time`.
 
     Example:
       >>> best_chunk(64, stages=8), best_chunk(64, stages=1)

@@ -86,6 +86,10 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
     Args:
       count: the number of layers, from 1.
       make: takes `nnx.Rngs`, returns a layer.
+      rngs: of the stack; the layers' keys are split from them.
+
+    Returns:
+      The layers, which `LayerStack` and `RNNStack` take in place of a list.
 
     Raises:
       ModelError: `count` is no positive integer, or `make` returns no module.

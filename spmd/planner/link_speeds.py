@@ -72,6 +72,9 @@ def utilization(plan: Plan, *, bandwidths: Sequence[str] = SPEEDS, periods: Sequ
       bandwidths: of each site's link, such as "500Mb/s". The latency is the plan's.
       periods: steps between two synchronizations, for a layout whose workers train separately; () is the layout's own number.
 
+    Returns:
+      A table: `shares[period]` has the share of time in which devices compute, for each bandwidth.
+
     Raises:
       OptionError: a plan on one site, or not a plan; a bandwidth or a period that is none.
 

@@ -43,6 +43,7 @@ class Plan(PlanData):
       compiled: the compiled program and its statistics; `compiled.compiler` names the compiler.
       notes: warnings and remarks.
       costs: what the step spends its time on, largest first.
+      program: the step that was planned.
 
     Example:
       >>> import jax, optax, spmd
@@ -59,7 +60,15 @@ class Plan(PlanData):
 
     @outside_of_mesh()
     def fixes(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Fix[Plan], ...]":
-        """Changes that would make the step fit, each one planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () if it fits."""
+        """Changes that would make the step fit, each one planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () if it fits.
+
+        Args:
+          timeout: seconds for the compiler, for each change.
+          say: is called with a line about each.
+
+        Returns:
+          What to change, and the plan with it.
+        """
         return fixes_of(self, timeout=timeout, say=say)
 
     @outside_of_mesh()
@@ -119,7 +128,11 @@ class Plan(PlanData):
         """Write the report to a file, .html or .txt; its folder is created if needed, and an existing report is replaced.
 
         Args:
+          path: of the file.
           more: sections that follow the report, such as `str(plan.changes())`, by their titles.
+
+        Returns:
+          The path.
 
         Raises:
           OptionError: another suffix, or the file cannot be written.
@@ -129,6 +142,12 @@ class Plan(PlanData):
 
     def explain(self, path: str) -> Text:
         """Everything about one parameter: its spec and the rule that chose it, its shards, and how it is gathered and reduced.
+
+        Args:
+          path: of the parameter, such as "blocks/0/up/kernel".
+
+        Returns:
+          A text; printed, some lines.
 
         Raises:
           OptionError: there is no such parameter.

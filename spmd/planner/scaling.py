@@ -83,6 +83,9 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
       codecs: codecs for the gradients, with their default options.
       most: the largest number of devices, if the plan has not more; the table ends before it where it cannot divide the rows evenly.
 
+    Returns:
+      A table: devices, and rows per second for each codec; `knee(codec)` is where more devices stop to pay.
+
     Raises:
       OptionError: a plan whose parameters are sharded, or not a plan.
 

@@ -61,6 +61,7 @@ def load_adapters(
       model: a module of `spmd.pretrained.load` without adapters.
       folder: has adapter_config.json and adapter_model.safetensors.
       name_map: of the model's weights; None: the one by which they were loaded.
+      progress: True, False, or "auto" (in a terminal or a notebook).
 
     Returns:
       The model.
@@ -122,6 +123,7 @@ def save_adapters(
       folder: is created; one that is not empty is an error.
       name_map: of the model's weights; None: the one by which they were loaded.
       base_model: what the config names as the model that the adapters are for; None: the folder from which it was loaded.
+      progress: True, False, or "auto" (in a terminal or a notebook).
 
     Returns:
       The folder.

@@ -342,6 +342,7 @@ def save(
       max_shard: the bytes of one file, such as "5GB"; a larger tensor has a file of its own.
       dtype: of floating-point tensors; None: as they were.
       merged: of a model with adapters, merge these into its weights; `save_adapters` writes the adapters instead.
+      progress: True, False, or "auto" (in a terminal or a notebook).
 
     Returns:
       The folder.
@@ -349,6 +350,11 @@ def save(
     Raises:
       OptionError: a model with adapters without `merged`, or `merged` of one that has none.
       PretrainedError: the folder is not empty or cannot be written, or the model does not fit the name map; nothing was written.
+
+    Example:
+      >>> import spmd
+      >>> spmd.pretrained.save.__name__
+      'save'
     """
     target, display, module = as_path(folder, "folder").absolute(), show_progress(progress), module_of(model)
     if bool(adapter_paths(module)) != merged:

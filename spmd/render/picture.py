@@ -17,6 +17,9 @@ THEME = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e
 class Picture:
     """A drawing for a notebook's cell; `figure` is the `matplotlib.figure.Figure`, without a window or global state.
 
+    Args:
+      figure: of matplotlib.
+
     Example:
       >>> import spmd
       >>> account = spmd.simulate(spmd.ParameterServer(), workers=4, steps=20)

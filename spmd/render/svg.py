@@ -1,7 +1,7 @@
 """Building blocks of drawings: self-contained SVG."""
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 WIDTH = 960  # of drawings, in SVG units; they scale with the page
 SERIES = "acedgijkfb"  # colours of the style, neighbours differ most
@@ -37,6 +37,20 @@ def heading(x: float, y: float, words: str) -> str:
 def legend(x: float, y: float, colour: str, words: str) -> str:
     """A square of a colour of the style, and what it stands for."""
     return box(x, y - 10, 11, 11, colour, words) + caption(x + 17, y, words)
+
+
+def bars(rows: Sequence[tuple[str, float, str]], label: str) -> str:
+    """Bars below each other, each under its name and its value in words; the largest is as wide as the drawing.
+
+    >>> bars([("all_gather", 2.0, "2 B"), ("all_reduce", 1.0, "1 B")], "bytes").count("<rect")
+    2
+    """
+    most = max((value for _, value, _ in rows), default=0.0) or 1.0
+    parts = []
+    for number, (name, value, words) in enumerate(rows):
+        parts.append(caption(0, 36 * number + 12, f"{name}: {words}"))
+        parts.append(box(0, 36 * number + 17, max(WIDTH * value / most, 1.0), 11, SERIES[0], f"{name}: {words}"))
+    return svg(36 * len(rows), parts, label)
 
 
 def svg(height: float, parts: Iterable[str], label: str, *, width: int | None = None) -> str:

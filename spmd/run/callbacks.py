@@ -66,11 +66,18 @@ class Info:
         """Stop the run cleanly: the last checkpoint is written and `fit` returns.
 
         Every process must call it at the same step, as they do when the decision follows from metrics; otherwise use `ask`.
+
+        Args:
+          reason: `result.stop_reason`.
         """
         self._control.stop(reason)
 
     def ask(self, reason: str) -> None:
-        """Stop for a reason that only this process knows, such as the time: soon, and all processes after the same step."""
+        """Stop for a reason that only this process knows, such as the time: soon, and all processes after the same step.
+
+        Args:
+          reason: `result.stop_reason`.
+        """
         self._control.ask(reason)
 
     def stop_at(self, step: int) -> None:
@@ -108,6 +115,14 @@ class Callback:
 
     With `exact`, the loop waits for the step before it calls `on_step`, so that `info.state` can be read; by default it
     does so when `every` is more than 1.
+
+    Example:
+      >>> class Largest(Callback):
+      ...     largest = 0.0
+      ...     def on_step(self, info):
+      ...         self.largest = max(self.largest, info.metrics["loss"])
+      >>> Largest().every
+      1
     """
 
     every: int = 1
@@ -191,6 +206,9 @@ class TerminateOnNaN(Callback):
 
     A step whose update `spmd.optimizers.skip_spikes` or `scale_loss` skipped may have any metrics: they count those in a row themselves.
 
+    Args:
+      metrics: their names.
+
     Example:
       >>> watch_nothing = TerminateOnNaN(metrics=())
     """
@@ -232,6 +250,13 @@ class EarlyStopping(Callback):
     """Stop when a metric has not improved by `min_delta` for `patience` checks in a row.
 
     A metric named eval_... is checked after each evaluation, any other every `every` steps.
+
+    Args:
+      metric: its name, such as "eval_loss" or "loss".
+      patience: checks in a row without an improvement, after which the run stops.
+      min_delta: by how much the best value must be exceeded to count as an improvement.
+      mode: whether "min" or "max" is better.
+      every: steps between two checks of a metric of training.
 
     Example:
       >>> stop = EarlyStopping("eval_loss", patience=3)
@@ -288,6 +313,10 @@ class EarlyStopping(Callback):
 
 class StopAt(Callback):
     """Stop after a number of updates or seconds, whichever comes first.
+
+    Args:
+      step: updates since the start of training; None: any number.
+      seconds: since the call of `fit`; None: any number.
 
     Example:
       >>> stop = StopAt(step=1000, seconds=3600)

@@ -27,6 +27,10 @@ class History:
     individually. Earlier ones come first, as means over windows of 1,000 steps or more: such a row has the last step of its window as
     "step" and the number of steps as "steps". With `fit(checkpoint=folder)` the folder has every step: `History.read(folder)`.
 
+    Args:
+      names: of the metrics of a step, in the order in which they are added.
+      constants: from the number of a step to metrics that are known without the devices.
+
     Example:
       >>> history = History(("loss",))
       >>> history.add_steps(1, np.array([[[6.0], [4.0]]]))

@@ -24,6 +24,17 @@ class Logger(Protocol):
 
     A logger that also has a method `begin(facts)` gets a `RunFacts` before the first record, and may return a line to show. One that also
     has a method `begin_close()` closes at the same time as others: it is called for all of them before `close` is.
+
+    Example:
+      >>> class Printer:
+      ...     def write(self, record):
+      ...         print(record)
+      ...
+      ...     def close(self):
+      ...         pass
+      >>> logger: Logger = Printer()
+      >>> logger.write({"step": 1, "loss": 0.5})
+      {'step': 1, 'loss': 0.5}
     """
 
     def write(self, record: dict[str, Any]) -> None:
@@ -44,15 +55,18 @@ class JsonLines:
 
     A number that is not finite is written as null, since JSON cannot represent it.
 
+    Args:
+      path: of the file; its folder must exist.
+
+    Raises:
+      OptionError: the file cannot be written.
+
     Example:
       >>> import tempfile, pathlib
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
       >>> log = JsonLines(path); log.write({"step": 1, "loss": 0.5}); log.close()
       >>> path.read_text()
       '{"step": 1, "loss": 0.5}\\n'
-
-    Raises:
-      OptionError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path):
@@ -76,9 +90,15 @@ class TensorBoard:
 
     Where a run resumes, TensorBoard drops what the interrupted run wrote for later steps.
 
+    Args:
+      folder: of the event files; it is created.
+
     Raises:
       MissingExtraError: tensorboardX is not installed.
       OptionError: the folder cannot be created.
+
+    Example:
+      spmd.fit(model, data, ..., loggers=[spmd.loggers.TensorBoard("runs/tensorboard")])
     """
 
     def __init__(self, folder: str | Path):

@@ -94,11 +94,12 @@ def sweep(
       batch_size, epochs, steps, shuffle, seed: as in `fit`, for each trial.
       eval_data: arrays on which every trial is evaluated at its end and at each rung.
       score: the metric that ranks trials: "eval_loss", another evaluation metric as "eval_NAME", or "loss", the mean over the last
-        epoch's steps; None: "eval_loss" with `eval_data`, else "loss". `mode`: whether "min" or "max" is best.
+        epoch's steps; None: "eval_loss" with `eval_data`, else "loss".
+      mode: whether "min" or "max" of it is best.
       keep: how many of the best trials to keep with their arrays; on disk in `best/` of `checkpoint`'s folder, one run each.
       at_once: at most this many trials in one program; None: all. The rest queue.
-      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs. `resume=True` resumes, and
-        so does a restart by `spmd launch`.
+      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs.
+      resume: whether to resume the sweep in that folder; a restart by `spmd launch` does in any case.
       steps_per_call: steps compiled into one call.
       exact: compute the trials on one device one after the other, each as if alone. False: vmapped, their matrices batched, which is
         faster where a small network leaves a device idle; sums are then taken in another order, which training can amplify. Networks
@@ -106,6 +107,7 @@ def sweep(
       check_memory: ask the compiler, before anything is allocated, whether the trials in one program fit the devices; raise if not. CPUs
         do not report their memory.
       compile_cache: as in `fit`.
+      progress: True, False, or "auto" (in a terminal or a notebook).
 
     Returns:
       A `Sweep`: the table, and the best trials as results.

@@ -39,6 +39,12 @@ class Between:
 def uniform(low: float, high: float) -> Between:
     """A hyper-parameter that is drawn evenly from low to high.
 
+    Args:
+      low, high: the bounds.
+
+    Returns:
+      What `space=` of `sweep` takes.
+
     Raises:
       OptionError: not two finite numbers, the smaller one first.
 
@@ -51,6 +57,12 @@ def uniform(low: float, high: float) -> Between:
 
 def log_uniform(low: float, high: float) -> Between:
     """A hyper-parameter whose logarithm is drawn evenly, as a learning rate's is.
+
+    Args:
+      low, high: the bounds, above 0.
+
+    Returns:
+      What `space=` of `sweep` takes.
 
     Raises:
       OptionError: not two finite numbers above 0, the smaller one first.

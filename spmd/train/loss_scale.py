@@ -57,6 +57,9 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
       initial: the first scale; a power of 2 rounds nothing.
       every: updates between doublings.
 
+    Returns:
+      An optax gradient transformation, whose state is a `LossScale`.
+
     Raises:
       OptimizerError: `optimizer` is no gradient transformation.
       CommunicationError: as of `skip_spikes`.

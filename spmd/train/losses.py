@@ -23,6 +23,9 @@ def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       loss: `loss(model, batch[, rng])`.
 
+    Returns:
+      The same loss, marked.
+
     Example:
       >>> import jax.numpy as jnp
       >>> own = of_parts(lambda model, batch: jnp.square(batch - batch.mean()).mean())
@@ -70,6 +73,9 @@ def next_token(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
       model: see above.
       batch: "tokens", "targets", "positions" and "segment_ids", int32[rows, length]; and "mask", the weight of each target,
         float32[rows, length]. A target outside the vocabulary makes the loss NaN unless its weight is 0.
+
+    Returns:
+      The sum of the losses of tokens that count, and the sum of their weights: float32 scalars.
 
     Raises:
       DataError: the batch lacks a key.

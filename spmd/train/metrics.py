@@ -40,6 +40,14 @@ class PerExample:
 
     With `mask` or `ignore` the mean is over the positions that count, over all rows of the batch, as (sum, count).
 
+    Args:
+      function: `function(outputs, targets)`, see above.
+      name: for messages.
+      inputs: the key of the model's inputs in a dict batch; None: it is found.
+      targets: the key of the targets; None: it is found.
+      mask: the key of a mask like the targets: 0 or False where a position does not count.
+      ignore: the target of positions that do not count, such as -100.
+
     Example:
       >>> mine = accuracy.on(inputs="pixels", targets="digit")
       >>> mine.inputs
@@ -206,6 +214,9 @@ def top_k(k: int) -> PerExample:
     Args:
       k: from 1 to the number of classes.
 
+    Returns:
+      A metric, for `metrics=` of `fit`; `.on(...)` names keys of the batch.
+
     Raises:
       OptionError: k is no such number.
 
@@ -238,6 +249,9 @@ def precision(positive: int = 1) -> PerExample:
       positive: the class. Outputs [..., classes] are logits of classes, of which the largest is taken, and targets [...] are their numbers.
         Outputs that are shaped like the targets are one logit each: class 1 is a logit above 0, and targets are 0 or 1.
 
+    Returns:
+      A metric, for `metrics=` of `fit`; `.on(...)` names keys of the batch.
+
     Example:
       >>> import jax.numpy as jnp
       >>> right, of = precision().function(jnp.array([2.0, 1.0, -1.0]), jnp.array([1, 0, 1]))
@@ -256,6 +270,12 @@ def precision(positive: int = 1) -> PerExample:
 def recall(positive: int = 1) -> PerExample:
     """A metric: of the rows (and positions) that are of a class, the share that the model takes for it; arguments as of `precision`.
 
+    Args:
+      positive: the class.
+
+    Returns:
+      A metric, for `metrics=` of `fit`; `.on(...)` names keys of the batch.
+
     Example:
       >>> import jax.numpy as jnp
       >>> right, of = recall().function(jnp.array([2.0, 1.0, -1.0, 3.0]), jnp.array([1, 0, 1, 1]))
@@ -273,6 +293,12 @@ def recall(positive: int = 1) -> PerExample:
 
 def f1(positive: int = 1) -> PerExample:
     """A metric: the harmonic mean of precision and recall of a class; arguments as of `precision`.
+
+    Args:
+      positive: the class.
+
+    Returns:
+      A metric, for `metrics=` of `fit`; `.on(...)` names keys of the batch.
 
     Example:
       >>> import jax.numpy as jnp

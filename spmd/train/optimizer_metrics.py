@@ -29,6 +29,9 @@ def measure_norm() -> optax.GradientTransformation:
     A run under `fit` has it as the metric `grad_norm`, which is that of the mean gradient over all workers: square root of the sum of
     squares of all elements, in float32. Where gradients are sharded it is one more all-reduce of a scalar.
 
+    Returns:
+      An optax gradient transformation, whose state is a `GradientNorm`.
+
     Example:
       >>> optimizer = optax.chain(measure_norm(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
       >>> params = {"w": jnp.zeros(2)}

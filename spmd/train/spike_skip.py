@@ -67,6 +67,9 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
       window: updates, from 2.
       max_in_a_row: skipped updates after which `fit` raises `DivergedError`.
 
+    Returns:
+      An optax gradient transformation, whose state is a `SpikeSkip`.
+
     Raises:
       OptimizerError: `optimizer` is no gradient transformation.
       CommunicationError: in `init`: the optimizer communicates itself; `optax.chain(wire.all_reduce(...), skip_spikes(...))`.

@@ -30,6 +30,17 @@ class FromSums(PerExample):
     all rows and positions that count, float64[k], on the host, and gives the metric. Where it gives NaN, a warning says `undefined`.
     `draw`, if there is one, gets the same sums and gives a picture, which `fit` hands to loggers as `info.log_picture` does.
 
+    Args:
+      function: `function(outputs, targets)`, see above.
+      name: for messages.
+      inputs: the key of the model's inputs in a dict batch; None: it is found.
+      targets: the key of the targets; None: it is found.
+      mask: the key of a mask like the targets: 0 or False where a position does not count.
+      ignore: the target of positions that do not count, such as -100.
+      finish: from the sums, float64[k], to the metric.
+      undefined: why the metric may be NaN, for the warning.
+      draw: from the sums to a picture; None: there is none.
+
     Raises:
       OptionError: there is no `finish`, or it is no function.
 
@@ -95,6 +106,12 @@ def confusion(classes: int) -> FromSums:
 
     A target that is no class, or a logit that is NaN, makes it NaN, and a warning names the batch. Classes without rows are left out; NaN
     where there are no rows. Larger is better: `Checkpoint(..., best="eval_confusion", mode="max")`.
+
+    Args:
+      classes: how many there are.
+
+    Returns:
+      A metric, for `metrics=` of `fit`; `.on(...)` names keys of the batch.
 
     Raises:
       OptionError: `classes` is not a number from 2 to 1024.

@@ -63,6 +63,9 @@ def average_weights(
       start: updates before the first average.
       every: updates between the weights that are averaged.
 
+    Returns:
+      An optax gradient transformation, whose state is a `WeightAverage`.
+
     Raises:
       OptimizerError: `optimizer` is no gradient transformation, or `update` has no `params`.
       OptionError: `decay`, `start` or `every` is out of range.

@@ -25,6 +25,9 @@ def collective(kind: str, *, devices: int = 4) -> Html:
       kind: `"all_reduce"`, `"reduce_scatter"`, `"all_gather"`, `"all_to_all"` or `"ring"`.
       devices: from 2 to 8.
 
+    Returns:
+      HTML, which a notebook shows.
+
     Raises:
       OptionError: another collective, or another number of devices.
 

@@ -20,6 +20,9 @@ def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> 
     Args:
       mesh: what `spmd.make_mesh` takes, or what it returns.
 
+    Returns:
+      HTML, which a notebook shows.
+
     Raises:
       MeshError: what `spmd.make_mesh` raises.
 
@@ -38,6 +41,9 @@ def pieces(array: jax.Array, name: str = "") -> Html:
       array: on a mesh, such as one of `result.state.params`; the last dim is drawn horizontally, all others vertically.
       name: shown before its shape.
 
+    Returns:
+      HTML, which a notebook shows.
+
     Raises:
       OptionError: the array is not on a mesh.
 
@@ -45,7 +51,7 @@ def pieces(array: jax.Array, name: str = "") -> Html:
       >>> import jax, spmd
       >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> array = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")))
-      >>> "float32[8, 4], spec [&quot;model&quot;]" in pieces(array), "[0:4, :] on devices 0, 2, 4, 6" in pieces(array)
+      >>> "float32[8, 4], spec " in pieces(array), "[0:4, :] on devices 0, 2, 4, 6" in pieces(array)
       (True, True)
     """
     if not isinstance(getattr(array, "sharding", None), NamedSharding):

@@ -41,11 +41,15 @@ def shards(
 
     Args:
       model: as `fit` takes it.
+      layout: as `fit` takes it.
       mesh: None: the layout's.
       devices: of the mesh, if one of its sizes is -1.
       optimizer: whose state is drawn; None: Adam.
       parameter: the path of the one to draw; None: the largest.
       batch: arrays or their shapes, of which the first is drawn; None: one that has the dims that the layout shards.
+
+    Returns:
+      HTML, which a notebook shows.
 
     Raises:
       LayoutError: the layout does not fit the model or the mesh.

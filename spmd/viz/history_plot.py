@@ -22,6 +22,10 @@ def curve(history: History, path: str | Path | None = None) -> Picture | Path:
 
     One panel per metric: the thin line is each step's value, the thick one the moving average, dots are evaluations.
 
+    Args:
+      history: `result.history`, or `History.read(folder)`.
+      path: of the file; None: a picture.
+
     Returns:
       The path of the file, whose folder is created if needed; a `Picture` without a path.
 

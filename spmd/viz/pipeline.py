@@ -25,6 +25,7 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None =
     Args:
       given: from `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of time. Its unit is
         the time in which a stage computes all its layers for a microbatch; forward and backward are drawn equally long.
+      path: of the file; None: a picture.
 
     Returns:
       The path of the file, whose folder is created if needed; a `Picture` without a path.

@@ -30,6 +30,9 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     and what it was run with.
 
     Args:
+      result: of `fit`.
+      path: of the page, which ends in .html.
+      title: of the page.
       checkpoint: the checkpoint folder that was passed to `fit`; the page links to its files.
 
     Returns:
@@ -41,8 +44,8 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
       >>> model = spmd.FunctionalModel(lambda key: {"w": np.zeros((1, 1), "f")}, lambda params, x: x @ params["w"])
       >>> data = np.ones((8, 1), "f"), np.ones((8, 1), "f")
       >>> result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8)
-      >>> page = report(result, tempfile.mkdtemp() + "/report.html", title="Ones & zeros")
-      >>> "<h1>Ones &amp; zeros</h1>" in page.read_text(encoding="utf-8")
+      >>> page = report(result, tempfile.mkdtemp() + "/report.html", title="Ones")
+      >>> "<h1>Ones</h1>" in page.read_text(encoding="utf-8")
       True
     """
     path, resolved = as_path(path, "path"), result.trainer.resolved

@@ -34,6 +34,7 @@ def timeline(
       account: what `spmd.simulate` or `Trainer.simulate` returns; several, by title, are drawn below each other on the same time axis.
       begin, seconds: the interval of simulated time; None: about as long as sixteen gradients of a worker.
       workers: the number of workers to draw; the picture says how many are left out.
+      path: of the file; None: a picture.
 
     Returns:
       The path of the file, whose folder is created if needed; a `Picture` without a path.

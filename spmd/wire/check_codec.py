@@ -30,6 +30,9 @@ def check(codec: Codec) -> dict[str, float]:
     4. Finite gradients have finite means, and a NaN is not hidden.
     5. What is sent is smaller than float32, where `compresses` says so.
 
+    Args:
+      codec: an instance, with its options.
+
     Returns:
       "error": the largest error of one encoding, relative to the row's norm (codecs of rows); "mean_error": that of the mean.
 

@@ -16,15 +16,18 @@ arrays (tensor parallelism, and everything under `reduction = "compiler"`).
 """
 
 import dataclasses
+import html
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from spmd.deprecated import warn
-from spmd.render.html import aligned, filled
+from spmd.render.html import Html, aligned, filled, folded, framed, table
+from spmd.render.svg import bars
 from spmd.tree import format_bytes
 
 KINDS = {
@@ -72,6 +75,10 @@ class Op:
         return SENT[self.kind](self.group, math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize)
 
 
+HEADER = ("where", "collective", "over", "payload", "times", "sent/device")
+MOST_BARS = 12
+
+
 @dataclasses.dataclass(frozen=True)
 class CommLog:
     """Every collective of one step; prints as a table."""
@@ -88,26 +95,45 @@ class CommLog:
         branch = UNCOMPRESSED if step is not None and step < self.start_step else 0
         return sum(op.sent * op.count for op in self.ops if op.branch in (None, branch) and op.where.startswith(where))
 
-    def __str__(self) -> str:
-        header = ("where", "collective", "over", "payload", "times", "sent/device")
-        rows = [
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Equal collectives share a row."""
+        times = Counter[Op]()
+        for op in self.ops:
+            times[dataclasses.replace(op, count=1)] += op.count
+        return [
             (
                 op.where + (" (before start_step)" if op.branch == UNCOMPRESSED else ""),
                 op.kind,
                 f"{', '.join(op.axes)} ({op.group})",
                 f"{op.dtype}[{', '.join(map(str, op.shape))}]",
-                str(op.count),
-                format_bytes(op.sent * op.count),
+                str(count),
+                format_bytes(op.sent * count),
             )
-            for op in self.ops
+            for op, count in times.items()
         ]
+
+    @property
+    def _total(self) -> str:
         total = f"{self.bytes():,} bytes sent by each device per step"
         total += f"; {self.bytes(0):,} before step {self.start_step}" if self.start_step else ""
         synced = self.bytes(where="send/") + self.bytes(where="receive/")
         total += f"; {self.bytes() - synced:,} in steps without synchronization" if synced else ""
-        return filled("\n".join([*aligned([header, *rows], ruled=True), "", total]))
+        return total
+
+    def __str__(self) -> str:
+        return filled("\n".join([*aligned([HEADER, *self._rows()], ruled=True), "", self._total]))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> Html:
+        """Bars of what a device sends in a step with everything, by place and collective, and the table."""
+        sent = Counter[str]()
+        for op in self.ops:
+            if op.branch != UNCOMPRESSED:
+                sent[f"{op.where}, {op.kind} over {', '.join(op.axes)}"] += op.sent * op.count
+        drawn = bars([(name, size, format_bytes(size)) for name, size in sent.most_common(MOST_BARS)], "bytes sent by each device per step")
+        listed = folded(f"{len(self.ops)} collectives", f'<div class="wide">{table(HEADER, self._rows())}</div>')
+        return framed(f"<p>{html.escape(self._total)}</p>{drawn}{listed}")
 
 
 def read(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> CommLog:

@@ -23,6 +23,15 @@ def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Me
       shapes: of the parameters on one worker (arrays, or `jax.ShapeDtypeStruct`); for a function, the tuple of its arguments.
       mesh: with the axes that `tx` names. A `jax.sharding.AbstractMesh` will do.
       extra: what `tx.update` needs beside, such as `events=clock.step_inputs(0)` for `parameter_server`.
+
+    Returns:
+      The collectives, with axes, payload, times and bytes.
+
+    Example:
+      >>> from spmd import wire
+      >>> sent = wire.log(wire.all_reduce("data"), {"w": jnp.zeros((1024, 1024))}, AbstractMesh((8,), ("data",)))
+      >>> print(str(sent).splitlines()[2])
+      reduce_gradients/exact/0  all_reduce  data (8)  float32[1024, 1024]  1      7.0 MiB
     """
     check_mesh(mesh)
     if callable(tx):
@@ -41,7 +50,7 @@ def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Me
 
 
 def bytes_sent(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh, **extra: Any) -> int:
-    """Bytes that one device sends in one update (in one synchronization of all parameters, for `local_sgd`); arguments as for `log`.
+    """Bytes that one device sends in one update (in one synchronization of all parameters, for `local_sgd`).
 
     >>> from spmd import wire
     >>> mesh = AbstractMesh((8,), ("data",))
@@ -49,5 +58,11 @@ def bytes_sent(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: 
     >>> int8 = bytes_sent(wire.all_reduce("data", wire.int8()), {"w": jnp.zeros((1024, 1024))}, mesh)
     >>> exact, int8, round(exact / int8, 2)
     (7340032, 1863680, 3.94)
+
+    Args:
+      tx, shapes, mesh, extra: as for `log`.
+
+    Returns:
+      Bytes.
     """
     return comm_log(tx, shapes, mesh, **extra).bytes()

@@ -34,6 +34,8 @@ class LocalState:
       pending: outer updates that were computed and are not applied yet (`overlap`); None without overlap.
       fresh: bool[fragments], whether the last update changed the global parameters of a fragment, which workers then take.
       wire: of the communication of the outer gradients.
+      axes: the mesh axes of the workers, outermost first.
+      mix: as the option.
     """
 
     step: jax.Array
@@ -104,7 +106,11 @@ def local_sgd(
       fragments: parameters are split into this many parts, which take turns (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512).
       overlap: steps between sending a fragment and applying the result, for the network to hide behind computation.
       mix: the share of its own parameters that a worker keeps when it takes the global ones (alpha of Streaming DiLoCo).
-      codec: of the outer gradients, and `options` as for `all_reduce`.
+      codec: of the outer gradients.
+      options: as for `all_reduce`.
+
+    Returns:
+      An optax gradient transformation, whose state is a `LocalState`.
 
     Raises:
       OptionError: the options contradict each other.

@@ -72,6 +72,12 @@ def register_reduction(name: str) -> Callable[[Function], Function]:
     shards parameters. The state of the transformation is saved and restored with the run's. `wire.specs` says how it is split: a
     state of one's own with an array for each worker has a method `specs`.
 
+    Args:
+      name: of the reduction in layout files.
+
+    Returns:
+      A decorator, which returns the function.
+
     Raises:
       OptionError: it is no such function, or the name is that of another reduction. The same function may be registered again, as a
         notebook does when a cell runs twice.

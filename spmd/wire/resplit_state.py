@@ -44,9 +44,13 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
     not depend on the number of workers, and is kept as it is: steps, codecs' arrays, moments of optimizers, outer updates under way.
 
     Args:
+      tx: the transformation of the state.
       state: of any number of workers; every array on devices of this process, or on the host.
       params: on the host, or on `mesh`.
       mesh: with the axes that `tx` names.
+
+    Returns:
+      The state for the mesh's workers.
 
     Raises:
       CommunicationError: the state is of another `tx` or other parameters; it is partly in other processes; or a residual has no place,

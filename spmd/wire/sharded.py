@@ -41,7 +41,20 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
     """Full arrays from this worker's shards, as `reduce_scatter` and `zero1` split them.
 
     Args:
+      shards: this worker's; a tree.
+      axes: mesh axes of the workers, outermost first.
       like: the full arrays, or their shapes.
+
+    Returns:
+      A tree of the shapes of `like`, equal on all workers.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> full = jax.shard_map(
+      ...     lambda shards: all_gather(shards, "data", jnp.zeros((8, 2))), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+      >>> full(jnp.ones((8, 2))).shape
+      (8, 2)
     """
     sizes = bound_sizes(as_axes(axes))
 
@@ -80,7 +93,13 @@ def _join(shard: jax.Array, spec: Spec) -> jax.Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("wire", "inner"), meta_fields=("inner_specs",))
 @dataclasses.dataclass(frozen=True)
 class ZeroState:
-    """The state of `zero1`: that of the communication, and that of the optimizer, whose moments are sharded over workers."""
+    """The state of `zero1`: that of the communication, and that of the optimizer, whose moments are sharded over workers.
+
+    Attributes:
+      wire: of the communication.
+      inner: of the optimizer: moments of this worker's shards.
+      inner_specs: of `inner`, in the order of its leaves.
+    """
 
     wire: WireState
     inner: Any
@@ -100,13 +119,25 @@ def zero1(
     `params`. Memory for moments falls by the number of workers.
 
     Args:
+      axes: mesh axes of the workers, outermost first.
       inner: an optimizer that works element by element, such as adamw: on shards, a norm or a factored moment would be a shard's.
       codec: of the gradients; updates are gathered exactly.
       max_norm: gradients are scaled so that the norm of all of them is at most this, as `optax.clip_by_global_norm` does.
       options: as for `all_reduce`.
 
+    Returns:
+      An optax gradient transformation, whose state is a `ZeroState`, and whose updates are full.
+
     Raises:
       OptimizerError: in `update`: `inner` does not work element by element, or draws random numbers, as `optax.noisy_sgd` does.
+
+    Example:
+      >>> import optax
+      >>> from jax.sharding import AbstractMesh
+      >>> from spmd import wire
+      >>> tx = wire.zero1("data", optax.adamw(1e-3), wire.bfloat16())
+      >>> wire.bytes_sent(tx, {"w": jnp.zeros((1024, 1024))}, AbstractMesh((8,), ("data",)))
+      5505024
     """
     communication = make_communication(axes, codec, options, scatter=True, parameters=("inner", "codec", "max_norm"))
     check_transformation("inner", inner)
@@ -230,6 +261,7 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
       dim: the dim along which arrays are sharded, one for all or a tree of them.
       residual: `residual_like(shards, ...)`, float32 of the full shapes; None: no error feedback.
       weights: "exact" or "bfloat16", the format in which parameters are gathered.
+      axes: mesh axes of the workers, outermost first.
 
     Returns:
       Full arrays. The gradient of a shard is the mean over workers of their gradients.
@@ -279,7 +311,22 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
 
 
 def residual_like(shards: Tree, axes: Axes, *, dim: int | Tree = 0) -> Tree:
-    """Zero residuals for `gather`: float32 of the full shapes, each worker's own."""
+    """Zero residuals for `gather`: float32 of the full shapes, each worker's own.
+
+    Args:
+      shards, axes, dim: as in `gather`.
+
+    Returns:
+      A tree like `shards`, of float32.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> zeros = jax.shard_map(
+      ...     lambda shard: residual_like(shard, "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+      >>> zeros(jnp.ones((4, 2), jnp.bfloat16)).dtype
+      dtype('float32')
+    """
     sizes = bound_sizes(as_axes(axes))
     workers = collectives.worker_count(tuple(sizes))
     dims = jax.tree.map(lambda _: dim, shards) if isinstance(dim, int) else dim

@@ -264,11 +264,15 @@ def all_reduce(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.Gradie
     Args:
       axes: mesh axes of the workers, outermost first.
       codec: what is sent. A gradient that it does not make smaller is sent exactly.
+      options: the names below.
       codecs: other codecs, by a pattern of parameter paths: `{"**/embedding": wire.exact()}`; the first that matches counts.
       error_feedback: keep what a codec lost, per worker, and add it to the next gradient.
       memory_dtype: "float32" or "bfloat16", of what is kept; the latter loses what it rounds.
       start_step: the number of updates that are exact before codecs are used.
       bucket_bytes: gradients are sent in buckets of at most this many bytes (as float32).
+
+    Returns:
+      An optax gradient transformation, whose state is a `WireState`.
 
     Raises:
       OptionError: an option is wrong, or a biased codec has no error feedback.
@@ -296,6 +300,20 @@ def reduce_scatter(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.Gr
 
     A gradient is sharded along its largest dim that the workers divide; one without such a dim is full on every worker.
     `zero1` is an optimizer that works on these shards.
+
+    Args:
+      axes: mesh axes of the workers, outermost first.
+      codec: what is sent.
+      options: as for `all_reduce`.
+
+    Returns:
+      An optax gradient transformation, whose updates are this worker's shards.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh
+      >>> from spmd import wire
+      >>> wire.bytes_sent(wire.reduce_scatter("data"), {"w": jnp.zeros((1024, 1024))}, AbstractMesh((8,), ("data",)))
+      3670016
     """
     return make_communication(axes, codec, options, scatter=True).transformation
 
@@ -311,6 +329,19 @@ def hierarchical(
       inside: axes, and `wire.exact()`: the codec's bound on errors is that of one encoding, so nothing is rounded here.
       across: axes, and a codec. They are the outer axes: the mesh's order is across, then inside.
       scatter: each worker gets its shard of the mean, as from `reduce_scatter`.
+      options: as for `all_reduce`.
+
+    Returns:
+      An optax gradient transformation, whose state is a `WireState`.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh
+      >>> from spmd import wire
+      >>> tx = wire.hierarchical(inside=("gpu", wire.exact()), across=("host", wire.int8()))
+      >>> mesh = AbstractMesh((2, 4), ("host", "gpu"))
+      >>> wire.bytes_sent(tx, {"w": jnp.zeros((1024, 1024))}, mesh) < wire.bytes_sent(
+      ...     wire.all_reduce(("host", "gpu")), {"w": jnp.zeros((1024, 1024))}, mesh)
+      True
     """
     for name, pair, example in (("inside", inside, '("gpu", wire.exact())'), ("across", across, '("host", wire.int8())')):
         if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -348,8 +379,23 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMe
     `tx.init` alone will do where the state has no residuals, or inside `jax.shard_map`. With an `AbstractMesh` the state has shapes
     in place of arrays: a template to restore a checkpoint of that many workers, on any number of devices.
 
+    Args:
+      tx: one of `spmd.wire`, or an optimizer that contains some.
+      params: full, on the mesh or on the host.
+      mesh: with the axes that `tx` names.
+
+    Returns:
+      The state, residuals sharded over their workers and all else replicated.
+
     Raises:
       CommunicationError: the mesh lacks an axis, a pattern of `codecs` matches no parameter, or as `specs`.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh
+      >>> from spmd import wire
+      >>> tx = wire.all_reduce("data", wire.int8(), error_feedback=True)
+      >>> wire.init(tx, {"w": jnp.ones((64, 8))}, AbstractMesh((4,), ("data",))).memory["w"]["residual"].shape
+      (4, 64, 8)
     """
     check_transformation("tx", tx)
     check_mesh(mesh)
@@ -366,9 +412,23 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMe
 def specs(state: Tree) -> Tree:
     """The specs of an optimizer state for `jax.shard_map`: residuals are split over their workers, all else is replicated.
 
+    Args:
+      state: from `init`.
+
+    Returns:
+      A tree like the state, of `jax.sharding.PartitionSpec`.
+
     Raises:
       CommunicationError: the communication is inside an optax wrapper with which workers would diverge, or behind a
         transformation with a state of each worker's own.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh
+      >>> from spmd import wire
+      >>> tx = wire.all_reduce("data", wire.int8(), error_feedback=True)
+      >>> state = wire.init(tx, {"w": jnp.ones((64, 8))}, AbstractMesh((4,), ("data",)))
+      >>> tuple(wire.specs(state).memory["w"]["residual"]), tuple(wire.specs(state).step)
+      (('data',), ())
     """
     if any(callable(leaf) for leaf in jax.tree.leaves(state)):
         raise OptionError("specs: this is a transformation.", fix="wire.specs(state), of what wire.init(tx, params, mesh) returns.")
@@ -389,6 +449,15 @@ def local_params(state: Tree, params: Tree) -> Tree:
     Args:
       state: this worker's, of the transformation or of a chain with it.
       params: the global ones, which the loop carries.
+
+    Returns:
+      A tree like `params`.
+
+    Example:
+      >>> import optax
+      >>> params = {"w": jnp.ones(2)}
+      >>> local_params(optax.adam(1e-3).init(params), params) is params  # nothing here keeps other ones
+      True
     """
     states = [node for node in jax.tree.leaves(state, is_leaf=_has_local_params) if _has_local_params(node)]
     return states[0].local_params(params) if states else params

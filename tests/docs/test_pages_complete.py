@@ -160,3 +160,91 @@ def test_the_cookbook_lists_every_how_to():
     pages = [page for page in PAGES if page.startswith("docs/cookbook/") and not page.endswith("index.md")]
     headings = [(heading, page.rpartition("/")[2]) for page in pages for heading in re.findall(r"^## (.+)$", prose(page), re.MULTILINE)]
     assert sorted(listed) == sorted(headings) and len(listed) >= 20
+
+
+RECEIVED = {  # beside RETURNED, types that users get and do not construct: they need no example
+    "spmd.callbacks.Info",
+    "spmd.callbacks.Sample",
+    "spmd.loggers.RunFacts",
+    "spmd.nn.Routing",
+    "spmd.optimizers.GradientNorm",
+    "spmd.optimizers.LossScale",
+    "spmd.optimizers.SpikeSkip",
+    "spmd.optimizers.WeightAverage",
+    "spmd.wire.LocalState",
+    "spmd.wire.ServerState",
+    "spmd.wire.WireState",
+    "spmd.wire.ZeroState",
+}
+
+
+def described(text, titles):
+    """The names that sections of a docstring describe: `name: ...`, or `one, another: ...`."""
+    parts = re.split(r"^(\w+):\n", text, flags=re.MULTILINE)
+    below = "".join(part for title, part in zip(parts[1::2], parts[2::2], strict=True) if title in titles)
+    return {name for names in re.findall(r"^  ([\w, ]+):", below, re.MULTILINE) for name in names.split(", ")}
+
+
+def missing(name):
+    """What the docstring of a public callable lacks: arguments, what is returned, or an example."""
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    is_class, text = inspect.isclass(value), inspect.getdoc(value) or ""
+    if not (is_class or inspect.isfunction(value)) or (is_class and issubclass(value, Exception)):
+        return []  # a metric or a loss that is an object, or an error
+    signature = inspect.signature(value)
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    wanted = {each.name for each in signature.parameters.values() if not (is_class and each.kind in variadic)}
+    lacks = sorted(wanted - described(text, ("Args", "Attributes"))) if name not in RECEIVED or not is_class else []
+    lacks = [argument for argument in lacks if not argument.startswith("_")]
+    if not is_class and signature.return_annotation is not None and not re.search(r"^Returns:$", text, re.MULTILINE):
+        lacks.append("Returns:")
+    if name not in RECEIVED | RETURNED and ">>>" not in text and "Example:" not in text:
+        lacks.append("Example:")
+    return lacks
+
+
+def test_docstrings_say_arguments_results_and_an_example():
+    assert not {name: lacks for name in reference() if (lacks := missing(name))}
+
+
+METHODS = {  # those that most programs call
+    "spmd.Trainer": ("place", "step", "steps", "evaluate", "predict", "restore", "rebuild"),
+    "spmd.Result": ("evaluate", "predict", "export"),
+    "spmd.Plan": ("fixes", "save", "explain"),
+    "spmd.Ensemble": ("predict", "members", "uncertainty", "evaluate", "calibrate", "ask"),
+    "spmd.ExportedModel": ("predict",),
+    "spmd.callbacks.Info": ("stop", "ask"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_docstrings_of_methods_say_arguments_and_results(name):
+    module, _, attribute = name.rpartition(".")
+    for method in METHODS[name]:
+        function = getattr(getattr(importlib.import_module(module), attribute), method)
+        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        assert set(signature.parameters) - {"self"} <= described(text, ("Args",)), method
+        assert signature.return_annotation is None or "Returns:" in text, method
+
+
+def test_docstrings_are_written_by_hand_and_show_no_entities():
+    """A dataclass without a docstring has its signature for one; an entity is shown as it is written."""
+    for name in reference():
+        module, _, attribute = name.rpartition(".")
+        text = inspect.getdoc(getattr(importlib.import_module(module), attribute)) or ""
+        assert not text.startswith(f"{attribute}(") and "Initialize self" not in text, name
+        assert not re.search(r"&#?\w+;", text), name
+
+
+def test_missing_parts_of_docstrings_are_found(monkeypatch):
+    def undocumented(first, second) -> int:
+        """Adds.
+
+        Args:
+          first: a number.
+        """
+        return first + second
+
+    monkeypatch.setattr(spmd.viz, "undocumented", undocumented, raising=False)
+    assert missing("spmd.viz.undocumented") == ["second", "Returns:", "Example:"]

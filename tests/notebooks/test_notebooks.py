@@ -70,7 +70,7 @@ def test_committed_copy_is_executed(path):
     assert len(code) <= 10  # one story
     outputs = [output for cell in code for output in cell["outputs"]]
     assert not any(output["output_type"] == "error" for output in outputs)
-    assert any("image/svg+xml" in output.get("data", {}) or "data:image/svg+xml" in str(output.get("data")) for output in outputs)
+    assert re.search("image/(png|svg)", json.dumps(outputs))
 
 
 @by_notebook
@@ -144,7 +144,7 @@ def model_parallel(shown):
     idle = re.findall(r"^(\w+) +(\d+) ticks +([\d.]+)% idle, by the formula ([\d.]+)%", shown.text, re.MULTILINE)
     assert [(name, int(ticks)) for name, ticks, *_ in idle] == [("gpipe", 22), ("1f1b", 22), ("circular", 38)]
     assert [float(share) for *_, share, _ in idle] == [float(share) for *_, share in idle] == [27.3, 27.3, 15.8]
-    assert len(re.findall(r"^LayerStack of 8 layers: .* 8 microbatches: \d+ ticks, (?:27.3|15.8)% idle\.", shown.text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\w+: LayerStack of 8 layers: .* \d+ ticks, (?:27.3|15.8)% idle\.", shown.text, re.MULTILINE)) == 3
     differences = [float(number) for number in re.findall(r"differ by at most ([\d.]+e-\d+)", shown.text)]
     assert len(differences) == 4 and max(differences) < 1e-4
     start, end = map(float, re.search(r"from ([\d.]+) to ([\d.]+)\.", shown.text).groups())

@@ -34,7 +34,7 @@ from spmd.planner import compile, compile_client, html_report, memory
 from spmd.planner.compile import compiler_of, description
 from spmd.planner.drawings import array_drawing
 from spmd.planner.target import Cluster, Overhead, Spread, load, shipped
-from spmd.planner.text_report import time_range
+from spmd.planner.text_report import seconds, time_range
 from spmd.wire.codec import CODECS
 
 pytestmark = pytest.mark.optimized
@@ -450,6 +450,10 @@ def test_plans_side_by_side():
     line = next(line for line in str(comparison).splitlines() if line.startswith("parameters"))
     assert line.split() == ["parameters", "36.0", "KiB", "72.0", "KiB", "(2.00)"]
     assert spmd.compare(first, other).names == ("all_reduce", "reduce_scatter")
+    assert spmd.compare([first, wide]) == comparison
+    cell = comparison._repr_html_()
+    assert cell.count("<svg") == 3 and cell.count("<rect") == 2 * 3 and "<td>parameters</td>" in cell
+    assert f"mesh data=8, model=1: {seconds(wide.timeline.seconds)}</title>" in cell
 
 
 def test_compare_wants_plans():

@@ -25,6 +25,9 @@ def simulate(
       steps: rounds; in synchronous mode, updates.
       bytes: bytes that a worker sends to one server with a gradient, and receives from it: the model's size / number of servers.
 
+    Returns:
+      The simulated time, waiting, staleness and dropped gradients; printed, a table.
+
     Raises:
       LayoutError: `server` has an invalid value, or options that conflict.
       OptionError: an invalid number, or a trace of times that ends too early.

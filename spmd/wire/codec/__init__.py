@@ -30,6 +30,12 @@ CODECS: dict[str, type[Codec]] = {
 def register(name: str) -> Callable[[CodecClass], CodecClass]:
     """A decorator that gives a codec a name, by which layout files, plans and `spmd.fit` know it, with its fields as options.
 
+    Args:
+      name: of the codec in layout files.
+
+    Returns:
+      A decorator, which returns the class.
+
     Raises:
       OptionError: it is not a frozen dataclass that extends `Codec`, a member is missing, an option has no default that TOML can hold,
         or the name is another codec's. The same class may be registered again, as a notebook does when a cell runs twice.

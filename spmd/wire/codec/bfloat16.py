@@ -22,6 +22,9 @@ class Bfloat16(RowCodec):
     for comparison: its error grows with the number of workers, and no residual can keep what it loses. It is an all-reduce
     under every reduction.
 
+    Args:
+      reduce: "one_shot" or "ring".
+
     Example:
       >>> bool(Bfloat16().decode(Bfloat16().encode(jnp.full((1, 1), 1.001)), 1)[0, 0] == 1.0)
       True

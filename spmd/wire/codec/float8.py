@@ -19,6 +19,9 @@ class Float8(RowCodec):
 
     The payload is bit-cast to uint8. A block with a NaN or infinity is decoded as NaN.
 
+    Args:
+      block: elements that share a scale.
+
     Example:
       >>> Float8(block=4).decode(Float8(block=4).encode(jnp.array([[448.0, 1.06, -0.25, 0.0]])), 4).tolist()
       [[448.0, 1.0, -0.25, 0.0]]

@@ -17,6 +17,9 @@ class Int8(RowCodec):
 
     Rounding is to nearest: |error| <= scale / 2 per element. A block with a NaN or infinity is decoded as NaN.
 
+    Args:
+      block: elements that share a scale.
+
     Example:
       >>> Int8(block=4).decode(Int8(block=4).encode(jnp.array([[127.0, 1.4, -3.0, 0.0]])), 4).tolist()
       [[127.0, 1.0, -3.0, 0.0]]

@@ -16,6 +16,9 @@ class Sign(RowCodec):
     |x - decoded|^2 = (1 - phi) |x|^2 with phi = |x|_1^2 / (n |x|_2^2), so it contracts; without error feedback it does not
     converge in general. The sign of 0 is +. The zeros that pad a gradient's last rows count in the mean.
 
+    Args:
+      block: elements that share a magnitude.
+
     Example:
       >>> Sign(block=8).decode(Sign(block=8).encode(jnp.array([[3.0, -1.0, 2.0, -2.0, 1.0, 1.0, -3.0, 3.0]])), 8).tolist()
       [[2.0, -2.0, 2.0, -2.0, 2.0, 2.0, -2.0, 2.0]]

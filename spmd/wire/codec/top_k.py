@@ -18,6 +18,9 @@ class TopK(RowCodec):
     number of workers, as they do where every worker gathers the choice of all others (Deep Gradient Compression,
     arXiv:1712.01887). The owner chooses again from the sum.
 
+    Args:
+      keep: the share of elements that are sent, from 0 to 1.
+
     Example:
       >>> TopK(keep=0.5).decode(TopK(keep=0.5).encode(jnp.array([[1.0, -4.0, 3.0, 2.0]])), 4).tolist()
       [[0.0, -4.0, 3.0, 0.0]]

@@ -24,6 +24,9 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
         `splits`, `compute_time`, `network`, `staleness_scale`, `max_staleness`, `delay_compensation`, `delay_decay`, `warmup_steps`,
         `fetch_every` and `seed`.
 
+    Returns:
+      The clock: `step_inputs(n)`, `metrics(n)` and `round(n)` of step n.
+
     Raises:
       OptionError: an option that is unknown, has an invalid value, or contradicts another. All are reported at once.
 

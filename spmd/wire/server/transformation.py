@@ -56,6 +56,7 @@ class ServerState:
         "sum" and "gathered" of gradients for the next update; "squares" of gradients. They are sharded over `axes` on dim 0.
       inner: the optimizer's state; moments are [servers, width].
       axes: the mesh axes of the workers, outermost first.
+      inner_specs: of `inner`, in the order of its leaves.
     """
 
     step: jax.Array
@@ -242,8 +243,12 @@ def parameter_server(
       axes: mesh axes of the workers.
       optimizer: the servers'; it works element by element, such as adamw, since each server has a part of each parameter.
       clock: from `server_clock`, which has all options of the parameter server.
-      codec: of the gradients, on their way to the servers. `options` as for `all_reduce`; an asynchronous server makes no mean, so it
+      codec: of the gradients, on their way to the servers.
+      options: as for `all_reduce`; an asynchronous server makes no mean, so it
         takes neither `start_step` nor a codec that works on a mean.
+
+    Returns:
+      An optax gradient transformation, whose state is a `ServerState`.
 
     Raises:
       OptionError: an option is wrong; in `update`: without `params` or `events`, or events of another clock.
