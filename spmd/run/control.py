@@ -79,9 +79,7 @@ class RunControl:
         if self.config.store is None:
             if not self._noted_pictures:
                 self._noted_pictures = True
-                text = (
-                    'log_picture("%s"): the run has no folder to keep pictures in: none is logged.\n    fix: fit(checkpoint=...).'
-                )
+                text = 'log_picture("%s"): the run has no folder to keep pictures in: none is logged.\n    fix: fit(checkpoint=...).'
                 logging.getLogger("spmd").warning(text, name)
         elif jax.process_index() == 0:
             path = write_picture(self.config.store.folder, name, step, picture)
