@@ -7,7 +7,7 @@ from typing import Any
 from spmd.launch.script_fit import call_at_fit
 
 NO_PROFILE = 1  # the exit code if the profiler failed, for a reason that was logged
-LEFT_OUT = ("eval_data", "eval_every", "eval_average", "checkpoint", "resume", "epochs")  # of the arguments that the script gives
+LEFT_OUT = ("eval_data", "eval_every", "eval_average", "checkpoint", "resume", "epochs", "watch")  # of the script's arguments
 
 
 def add_to(commands: Any) -> None:

@@ -85,7 +85,7 @@ class Info:
         self._control.stop_at(step)
 
     def log_picture(self, name: str, picture: Any) -> None:
-        """Give a picture of this step to all loggers. It is a file in `pictures/` in the run's folder, so the run must have one.
+        """Give a picture of this step to all loggers. It is a file in `pictures/` in the run's folder; without one, a warning says so.
 
         Process 0 writes it; in all others this does nothing.
 
@@ -95,7 +95,7 @@ class Info:
             channels; or the path of a PNG or SVG file.
 
         Raises:
-          OptionError: it is none of these, or the run has no folder.
+          OptionError: it is none of these.
         """
         self._control.log_picture(self.step, self.epoch, name, picture)
 

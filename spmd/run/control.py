@@ -1,5 +1,6 @@
 """When a run stops: at its planned end, when a callback asks, or after a signal. Callbacks reach it through `info`."""
 
+import logging
 import math
 from typing import Any
 
@@ -7,7 +8,6 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import grace_seconds
-from spmd.errors import OptionError
 from spmd.run.callbacks import Info, ReadOnlyMetrics, notify
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.loggers import write_record
@@ -22,6 +22,7 @@ class RunControl:
         self.config, self.run, self.watchdog = config, run, watchdog.current()
         self.last_step, self._notified_stop = config.schedule.steps, False
         self._signalled_at: float | None = None
+        self._noted_pictures = False  # that there is no folder for them
 
     def stop(self, reason: str) -> None:
         """Stop after the current step. Every process must call this at the same step; use `ask` where only one process knows."""
@@ -76,8 +77,11 @@ class RunControl:
     def log_picture(self, step: int, epoch: int, name: str, picture: Any) -> None:
         """Write a picture of a step to the run's folder, and a record that names it to all loggers."""
         if self.config.store is None:
-            raise OptionError(f'log_picture("{name}"): the run has no folder to keep it in.', fix="fit(checkpoint=...).")
-        if jax.process_index() == 0:
+            if not self._noted_pictures:
+                self._noted_pictures = True
+                text = 'log_picture("%s"): the run has no folder to keep pictures in: none is logged.\n    fix: fit(checkpoint=...).'
+                logging.getLogger("spmd").warning(text, name)
+        elif jax.process_index() == 0:
             path = write_picture(self.config.store.folder, name, step, picture)
             write_record(self.config.loggers, {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}})
 

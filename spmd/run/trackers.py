@@ -145,7 +145,7 @@ class Tracker:
         if self._jobs is None or self._deadline is not None:
             return
         failed = sys.exc_info()[1] is not self._error_before  # `fit` closes loggers while it handles what has ended the run
-        reason = watchdog.current().requested_stop_reason
+        reason = watchdog.current().requested_stop_reason if watchdog.current().phase != "script" else ""  # of an earlier run
         status = FAILED if failed else STOPPED if reason in (SIGINT_REASON, watchdog.SIGTERM_REASON) else FINISHED
         self._put(functools.partial(self._end, status=status))
         self._put(None)

@@ -22,7 +22,7 @@ try:
     spmd.fit(
         model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=int(sys.argv[1]), epochs=100,
         eval_data=lambda: 1 / 0, eval_every=2, checkpoint="run", resume=True, loggers=[Log()],
-        callbacks=[Watch(), spmd.callbacks.EarlyStopping("eval_loss")],
+        watch=2, callbacks=[Watch(), spmd.callbacks.EarlyStopping("eval_loss")],
     )
 except BaseException as error:
     print("caught", type(error).__name__)
