@@ -1,23 +1,29 @@
 """Finds arrays on a mesh with explicit axes that functions close over: JAX refuses to compute with them elsewhere."""
 
 import functools
+import inspect
+import itertools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from spmd.tree import describe
 
 MOST_OBJECTS = 20_000  # looked at
-LEAVES = str | bytes | int | float | complex | type | types.ModuleType | types.BuiltinFunctionType | None
+MOST_PARTS = 1_000  # of one object
+LEAVES = str | bytes | int | float | complex | np.ndarray | types.ModuleType | types.BuiltinFunctionType | None
 
 
 def closed_over(roots: Iterable[Any]) -> list[str]:
     """Arrays on a mesh with explicit axes that functions among these objects, or inside of them, close over or use as globals: name, shape,
-    and the function. Arrays that are no part of a function, such as a model's, are not among them.
+    and the function. Arrays that are no part of a function, such as a model's, are not among them. At most `MOST_OBJECTS` objects are
+    looked at, those nearest to the roots first, and `MOST_PARTS` of each; one that fails as it is looked at is passed over.
 
     >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     >>> weights = jax.device_put(jax.numpy.ones(4), NamedSharding(mesh, jax.P()))
@@ -28,18 +34,23 @@ def closed_over(roots: Iterable[Any]) -> list[str]:
     'weights float32[4], in loss'
     """
     found, seen, kept = dict[int, str](), set[int](), list[Any]()
-    waiting = [("", "", root) for root in roots]
-    while waiting and len(seen) < MOST_OBJECTS:
-        name, function, value = waiting.pop(0)
-        if isinstance(value, LEAVES) or (id(value) in seen and not isinstance(value, jax.Array)):
-            continue
-        seen.add(id(value))
-        kept.append(value)  # so that no other object gets its number
-        if isinstance(value, jax.Array):
-            if function and _is_explicit(value):
+    waiting = deque(("", "", root) for root in itertools.islice(roots, MOST_PARTS))
+    left = MOST_OBJECTS - len(waiting)
+    while waiting:
+        name, function, value = waiting.popleft()
+        try:
+            if isinstance(value, LEAVES) or (id(value) in seen and not isinstance(value, jax.Array)):
+                continue
+            seen.add(id(value))
+            kept.append(value)  # so that no other object gets its number
+            if not isinstance(value, jax.Array):
+                parts = list(itertools.islice(_parts(name, function, value), min(left, MOST_PARTS)))
+                left -= len(parts)
+                waiting += parts
+            elif function and _is_explicit(value):
                 found.setdefault(id(value), f"{name} {describe(value)}, in {function}")
+        except Exception:  # of a user's object: the error that is being explained matters, not this one
             continue
-        waiting += _parts(name, function, value)
     return list(found.values())
 
 
@@ -60,14 +71,24 @@ def _parts(name: str, function: str, value: Any) -> Iterator[tuple[str, str, Any
         yield name, function, value.func
         yield from ((f"argument {number}", inside, part) for number, part in enumerate(value.args, 1))
         yield from ((each, inside, part) for each, part in value.keywords.items())
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", function, part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{number}]", function, part) for number, part in enumerate(value))
+    elif isinstance(value, type):
+        yield from ((name, function, part) for part in list(vars(value).values()) if isinstance(part, types.FunctionType))
     else:
-        wrapped = getattr(value, "__wrapped__", None)  # of jax.jit and the like
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)  # of jax.jit and the like; no `__getattr__` is called
         yield from () if wrapped is None else ((name, function, wrapped),)
-        yield from ((f"{name}.{key}", function, part) for key, part in list(getattr(value, "__dict__", {}).items()))
+        yield from ((f"{name}.{key}", function, part) for key, part in list(_attributes(value).items()))
+        yield name, function, type(value)  # the methods' globals
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has slots
+        return {}
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

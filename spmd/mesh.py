@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from spmd.xla import simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHOWN = 8  # arrays in an error
+_DATA = ("data", "eval_data")  # arguments that may be large, and that JAX traces nothing of
+_EXPLICIT = re.compile(r"axis_types=\([^)]*\bExplicit\b|\{Explicit: |\w\[[\w,@]*\w@\w")  # of a mesh, or of a type such as f32[8@data,4]
 _NO_MESH = Mesh(np.empty((), object), ())
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -209,31 +212,44 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
                 with jax.set_mesh(_NO_MESH) if is_set else contextlib.nullcontext():
                     return function(*arguments, **options)
             except Exception as error:
-                _explain(error, (arguments, options))
-                raise
+                explained = _explained(error, function, arguments, options)
+                if explained is None:
+                    raise
+                raise explained from error
 
         return trims_tracebacks(call)  # type: ignore[return-value]
 
     return wrap
 
 
-def _explain(error: Exception, used: Any) -> None:
-    """Raise an error that names the arrays with explicit axes that functions among the objects `used` close over, if JAX may have failed
-    on them.
-
-    Raises:
-      MeshError: there are such arrays.
-    """
-    outer, root = error, error
+def _explained(error: Exception, function: Callable[..., Any], arguments: tuple, options: dict[str, Any]) -> MeshError | None:
+    """An error that names the arrays with explicit axes that functions among the arguments close over, if JAX failed on such axes."""
+    if isinstance(error, SpmdError) and not isinstance(error, CompileError | LossError | OptimizerError):
+        return None
+    root = error
     while root.__cause__ is not None and isinstance(root.__cause__, Exception):
         root = root.__cause__
-    if isinstance(root, SpmdError) or (isinstance(outer, SpmdError) and not isinstance(outer, CompileError | LossError | OptimizerError)):
-        return
-    if isinstance(root, ValueError | TypeError | NotImplementedError) and (arrays := closed_over([used])):
-        listed = "".join(f"\n    {array}" for array in arrays[:SHOWN])
-        why = f"arrays were made under a mesh with explicit axes, and JAX computes with them only there:{listed}\n    {first_line(error)}"
-        fix = "make them where no mesh is set with jax.set_mesh; there jax.numpy.asarray(numpy.asarray(array)) makes a copy of one."
-        raise MeshError(why, fix=fix) from error
+    try:
+        if not _names_explicit_axes(root):
+            return None
+        given = inspect.signature(function).bind_partial(*arguments, **options).arguments
+        arrays = closed_over([value for name, value in given.items() if name not in _DATA])
+        said = first_line(error)
+    except Exception:  # of a user's object: the error that is being explained matters, not this one
+        return None
+    if not arrays:
+        return None
+    listed = "".join(f"\n    {array}" for array in arrays[:SHOWN])
+    why = f"arrays were made under a mesh with explicit axes, and JAX computes with them only there:{listed}\n    {said}"
+    fix = "make them where no mesh is set with jax.set_mesh; there jax.numpy.asarray(numpy.asarray(array)) makes a copy of one."
+    return MeshError(why, fix=fix)
+
+
+def _names_explicit_axes(error: Exception) -> bool:
+    """Whether JAX raised it for a sharding that is part of an array's type."""
+    if isinstance(error, SpmdError):
+        return False
+    return type(error).__name__ == "ShardingTypeError" or _EXPLICIT.search(str(error)) is not None
 
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import spmd
 from spmd.errors import MeshError
-from spmd.explicit_arrays import closed_over
+from spmd.explicit_arrays import MOST_OBJECTS, MOST_PARTS, closed_over
+from spmd.mesh import _names_explicit_axes, outside_of_mesh
 
 ROWS = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 DATA = {"x": ROWS, "label": (np.arange(32) % 10).astype("int32")}
@@ -201,3 +202,126 @@ def test_arrays_are_found_inside_of_what_functions_hold():
     ]
     assert closed_over([teacher, {"model": array}, jax.jit(lambda x: x)]) == [], "what no function holds is copied to the mesh"
     assert len(closed_over([jax.jit(lambda x: x + array)])) == 1
+
+
+def test_arrays_that_methods_use_are_found():
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        array = jnp.ones(3)
+
+    class Scaled:
+        def __call__(self, x):
+            return x * array
+
+    for root in (Scaled(), lambda: Scaled()):
+        assert len(closed_over([root])) == 1
+
+
+def test_few_objects_are_looked_at():
+    """However large a container is: each element here counts how often it is looked at."""
+    looked = []
+
+    class Counted:
+        def __getattribute__(self, name):
+            if name == "__class__":  # isinstance asks for it
+                looked.append(id(self))
+            return super().__getattribute__(name)
+
+    many = [Counted() for _ in range(3 * MOST_PARTS)]
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        array = jnp.ones(3)
+
+    def loss():
+        return many, array
+
+    assert len(closed_over([loss])) == 1, "what comes after a large container is found"
+    assert 0 < len(set(looked)) <= MOST_PARTS
+    looked.clear()
+    closed_over([[[Counted() for _ in range(MOST_PARTS)] for _ in range(2 + MOST_OBJECTS // MOST_PARTS)]])
+    assert 0 < len(set(looked)) <= MOST_OBJECTS
+
+
+def test_an_object_that_cannot_be_looked_at_is_passed_over():
+    class Strict:
+        __slots__ = ("names",)
+
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    class Broken(dict):
+        def items(self):
+            raise RuntimeError("no items")
+
+    strict, broken = Strict(), Broken()
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        array = jnp.ones(3)
+    assert len(closed_over([lambda: (strict, broken, array)])) == 1
+
+
+def fit_with(loss, data=DATA):
+    return spmd.fit(lambda: Net(nnx.Rngs(0)), data, batch_size=16, steps=1, progress=False, loss=loss, optimizer=optax.sgd(0.1))
+
+
+def test_an_error_of_another_kind_is_not_about_arrays_it_names(monkeypatch):
+    """Nor is anything searched for it."""
+    monkeypatch.setattr("spmd.mesh.closed_over", lambda roots: pytest.fail("searched"))
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        table = jnp.linspace(0.1, 0.2, 10)
+
+    def loss(model, batch):
+        return spmd.losses.cross_entropy(model, batch) * np.asarray(table)[:3]
+
+    with pytest.raises(spmd.errors.LossError):
+        fit_with(loss)
+
+    def batches():
+        yield {name: rows[:16] for name, rows in DATA.items()}
+        raise ValueError("disk broke")
+
+    def good(model, batch):
+        return spmd.losses.cross_entropy(model, batch) * np.asarray(table).sum()
+
+    with pytest.raises(Exception, match="disk broke") as raised:
+        spmd.fit(lambda: Net(nnx.Rngs(0)), batches(), steps=4, progress=False, loss=good, optimizer=optax.sgd(0.1))
+    assert not isinstance(raised.value, MeshError)
+
+
+@pytest.mark.parametrize(
+    ("error", "explicit"),
+    [
+        (
+            ValueError(
+                "Got one mesh: AbstractMesh('data': 8, axis_types=(Auto,)) and another: AbstractMesh('a': 8, axis_types=(Explicit,))"
+            ),
+            True,
+        ),
+        (ValueError("aval f32[8@data,8]({Explicit: ('data',)}). Please enter your `jit` into a mesh context via `jax.set_mesh`."), True),
+        (TypeError("The input carry c has type float32[8,8] but the output carry component has type float32[8@data,8]."), True),
+        (ValueError("AbstractMesh('data': 8, axis_types=(Auto,))"), False),
+        (ValueError("Explicit is better than implicit: me@example.org"), False),
+        (TypeError("mul got incompatible shapes for broadcasting: (16,), (3,)."), False),
+        (MeshError("axis_types=(Explicit,)", fix="none."), False),
+    ],
+)
+def test_what_jax_says_of_explicit_axes(error, explicit):
+    assert _names_explicit_axes(error) is explicit
+
+
+def test_what_jax_says_of_a_product_with_explicit_axes():
+    with jax.set_mesh(a_mesh(AxisType.Explicit)):
+        array = jax.device_put(np.ones((8, 8)), PartitionSpec("data"))
+    with pytest.raises(Exception, match="illegally sharded") as raised:
+        array @ array.T
+    assert _names_explicit_axes(raised.value)
+
+
+def test_an_error_that_cannot_be_shown_is_raised_as_it_is():
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError("no text")
+
+    @outside_of_mesh()
+    def fail():
+        raise Mute
+
+    with pytest.raises(Mute):
+        fail()
