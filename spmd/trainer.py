@@ -428,17 +428,17 @@ class Trainer:
         *,
         batch_size: int | None = None,
         retries: int = 0,
-        show: Callable[[str, Any], None] | None = None,
+        draws: dict[str, Callable[[], Any]] | None = None,
     ) -> dict[str, float] | None:
         """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it. A batch that cannot be read is
-        tried again `retries` times. `show` gets the pictures of metrics, by name."""
+        tried again `retries` times. `draws` is filled with functions that draw metrics, by name."""
         reader = self._eval_source(data, batch_size)
         check_alive(state)
         program, placer = bind_rows(reader, self._evaluation(reader.sample()))
         placed = map(placer, allow_transfers(read_epoch(reader, 0, retries=retries, stops=lambda: bool(watchdog.current().stop_reason))))
         batches = uneven_batches.require_equal_counts(placed, "the evaluation's data") if reader.threaded else placed
         with watchdog.current().in_phase("eval"):
-            return measured(program, placer, state, batches, stops, show)
+            return measured(program, placer, state, batches, stops, draws)
 
     @outside_of_mesh()
     def measure_averaged(self, state: State, stops: Callable[[int], bool], data: Any, **options: Any) -> dict[str, float] | None:

@@ -90,7 +90,7 @@ class Info:
         Process 0 writes it; in all others this does nothing.
 
         Args:
-          name: for loggers, which show the pictures of a name by step.
+          name: for loggers, which show the pictures of a name by step; another of the same name and step is NAME_2.
           picture: a matplotlib figure; a picture of `spmd.viz`; an array of uint8, [height, width] or [height, width, channels], of 1 to 4
             channels; or the path of a PNG or SVG file.
 

@@ -30,7 +30,7 @@ class LoopConfig:
 
     Attributes:
       evaluate: called with the state, with a function that says whether a signal stops the evaluation before batch n (it returns None
-        then), and with `show`, which takes the pictures of metrics.
+        then), and with `draws`, a dict that it fills with functions that draw metrics, by name.
       meta: what each checkpoint records about the run's options and data.
       device_data: arrays of a data set that lives on the devices.
       data_retries: how often in a row a batch is read again.

@@ -11,7 +11,7 @@ from spmd.distributed.initialize import grace_seconds
 from spmd.run.callbacks import Info, ReadOnlyMetrics, notify
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.loggers import write_record
-from spmd.run.pictures import FOLDER, write_picture
+from spmd.run.pictures import FOLDER, unused_name, write_picture
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
 
 
@@ -23,6 +23,7 @@ class RunControl:
         self.last_step, self._notified_stop = config.schedule.steps, False
         self._signalled_at: float | None = None
         self._noted_pictures = False  # that there is no folder for them
+        self._pictures: tuple[int, set[str]] = (-1, set())  # the step of the newest, and all names of that step
 
     def stop(self, reason: str) -> None:
         """Stop after the current step. Every process must call this at the same step; use `ask` where only one process knows."""
@@ -74,15 +75,19 @@ class RunControl:
             return self.last_step
         return None if per_epoch is None or epochs is None else per_epoch * epochs
 
-    def log_picture(self, step: int, epoch: int, name: str, picture: Any) -> None:
-        """Write a picture of a step to the run's folder, and a record that names it to all loggers."""
+    def log_picture(self, step: int, epoch: int, name: str, picture: Any, source: str | None = None) -> None:
+        """Write a picture of a step to the run's folder, and a record that names it to all loggers; `source`: see `write_picture`."""
         if self.config.store is None:
             if not self._noted_pictures:
                 self._noted_pictures = True
                 text = 'log_picture("%s"): the run has no folder to keep pictures in: none is logged.\n    fix: fit(checkpoint=...).'
                 logging.getLogger("spmd").warning(text, name)
         elif jax.process_index() == 0:
-            path = write_picture(self.config.store.folder, name, step, picture)
+            if self._pictures[0] != step:
+                self._pictures = (step, set())
+            name = unused_name(name, self._pictures[1])
+            path = write_picture(self.config.store.folder, name, step, picture, source)
+            self._pictures[1].add(name)
             write_record(self.config.loggers, {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}})
 
     def last_checkpoint(self) -> str:

@@ -3,11 +3,12 @@
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from spmd.errors import OptionError, did_you_mean
+from spmd.errors import OptionError, did_you_mean, raise_callback_errors
 from spmd.run.callbacks import as_numbers, save_callbacks
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
@@ -39,7 +40,8 @@ class Evaluator:
             run.account(EVALUATING),
             jax.transfer_guard("allow"),
         ):  # the user's evaluation data may come from anywhere
-            results = config.evaluate(run.state, self._control.stops_evaluation, show=self._show)
+            draws: dict[str, Callable[[], Any]] = {}
+            results = config.evaluate(run.state, self._control.stops_evaluation, draws=draws)
         self._control.watchdog.record_progress("step", run.step)
         if results is None:
             self._report_unfinished()
@@ -53,11 +55,18 @@ class Evaluator:
             run.history.add_evaluation(run.step, run.evaluated)
             write_record(config.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
             config.progress.evaluated(run.step, run.evaluated)
+        self._show(draws)
 
-    def _show(self, name: str, picture: Any) -> None:
-        """Give the picture of a metric to the loggers of a run that has a folder."""
-        if self._config.store is not None:
-            self._control.log_picture(self._run.step, self._run.epoch, f"eval_{name}", picture)
+    def _show(self, draws: dict[str, Callable[[], Any]]) -> None:
+        """Give pictures of metrics to the loggers of a run that has a folder; after the results, which a failure must not lose."""
+        if self._config.store is None or jax.process_index() != 0 or not draws:
+            return
+        step, epoch = self._run.step, self._run.epoch
+        with self._run.account(EVALUATING), jax.transfer_guard("allow"), self._control.watchdog.local_work():
+            for name, draw in draws.items():
+                source = f'metric "{name}": draw'
+                with raise_callback_errors(lambda source=source: f"step {step}: {source}"):
+                    self._control.log_picture(step, epoch, f"eval_{name}", draw(), source)
 
     def _report_unfinished(self) -> None:
         """Report an evaluation that was not completed; the resumed run repeats it."""

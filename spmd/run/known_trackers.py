@@ -304,6 +304,8 @@ class Comet(Tracker):
 
     def __init__(self, project: str = "spmd", *, workspace: str | None = None, **options: Any):
         super().__init__(**options)
+        if workspace is not None:
+            _name("Comet: workspace", workspace)
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # which the import reads
         self._comet, self._project, self._workspace = import_extra("comet_ml", "comet"), _name("Comet: project", project), workspace
 

@@ -1,10 +1,12 @@
 """Pictures that callbacks give to loggers: each is a PNG or SVG file in the run's folder, and a log record names it."""
 
 import io
+import itertools
 import os
 import re
 import struct
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +18,69 @@ from spmd.user_paths import make_folder, wrap_os_errors
 FOLDER = "pictures"  # in the run's folder
 COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels of an array -> how PNG calls them
 MAGIC = b"\x89PNG\r\n\x1a\n"
+HEADER = 33  # bytes of a PNG file up to the end of its first chunk, IHDR
+LONGEST = 200  # characters of a file's name before its step; file systems allow 255 in all
 
 
-def write_picture(folder: Path, name: str, step: int, picture: Any) -> Path:
+def write_picture(folder: Path, name: str, step: int, picture: Any, source: str | None = None) -> Path:
     """Write a picture to the run's folder, in place of an earlier one of this name and step; returns its path in it.
 
     Args:
+      name: a name with other characters than ASCII letters, digits, "_" and "-", or a long one, has a checksum in that of the file.
       picture: a matplotlib figure; a picture of `spmd.viz`; an array of uint8, [height, width] or [height, width, channels], of 1 to 4
         channels; or the path of a PNG or SVG file, which is copied.
+      source: what gives the picture, for errors; None: `log_picture`.
 
     Raises:
       OptionError: it is none of these, `name` is no name, or the file cannot be read or written.
     """
-    if not isinstance(name, str) or not name.strip():
-        raise OptionError(f"log_picture: name={short_repr(name)}.", fix='a name, such as "confusion".')
-    content, suffix = _as_file(picture)
-    path = Path(FOLDER) / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}-{step:08d}{suffix}"
+    _check_name(name)
+    content, suffix = _as_file(picture, source or f"log_picture({short_repr(name)})")
+    path = Path(FOLDER) / f"{_stem(name)}-{step:08d}{suffix}"
     make_folder(folder / FOLDER, OptionError)
     with wrap_os_errors(folder / path, OptionError):
         (folder / path).write_bytes(content)
     return path
 
 
-def _as_file(picture: Any) -> tuple[bytes, str]:
+def unused_name(name: str, used: Collection[str]) -> str:
+    """The name, with a number from 2 if it is used already.
+
+    Raises:
+      OptionError: it is no name.
+
+    Example:
+      >>> unused_name("confusion", ["confusion", "confusion_2"])
+      'confusion_3'
+    """
+    _check_name(name)
+    return name if name not in used else next(each for n in itertools.count(2) if (each := f"{name}_{n}") not in used)
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name.strip():
+        raise OptionError(f"log_picture: name={short_repr(name)}.", fix='a name, such as "confusion".')
+
+
+def _stem(name: str) -> str:
+    """A name that every file system accepts; other names have other ones."""
+    stem = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:LONGEST]
+    return stem if stem == name else f"{stem}_{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
+
+
+def _as_file(picture: Any, source: str) -> tuple[bytes, str]:
     """The contents of a file, and its suffix."""
     if isinstance(picture, str | os.PathLike):
         path = Path(os.fspath(picture))
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise OptionError(f"log_picture: {path} cannot be read: {error.strerror}.", fix="the path of a file.") from error
+            raise OptionError(f"{source}: {path} cannot be read: {error.strerror}.", fix="the path of a file.") from error
         suffix = ".png" if content.startswith(MAGIC) else ".svg" if b"<svg" in content[:4096] else None
         if suffix is None:
-            raise OptionError(f"log_picture: {path} is neither a PNG nor an SVG file.", fix="a file of one of these, or an array.")
+            raise OptionError(f"{source}: {path} is neither a PNG nor an SVG file.", fix="a file of one of these, or an array.")
+        if suffix == ".png" and (len(content) < HEADER or content[12:16] != b"IHDR"):
+            raise OptionError(f"{source}: {path} is a damaged PNG file: it has no header.", fix="a file that can be opened, or an array.")
         return content, suffix
     figure = getattr(picture, "figure", picture)  # of a picture of `spmd.viz`
     if callable(getattr(figure, "savefig", None)):
@@ -59,7 +91,7 @@ def _as_file(picture: Any) -> tuple[bytes, str]:
     if array is None or array.dtype != np.uint8 or array.ndim not in (2, 3) or array.size == 0 or not 1 <= _channels(array) <= 4:
         found = type_name(picture) if array is None else f"{array.dtype}{list(array.shape)}"
         fix = "a matplotlib figure, a path, or an array of uint8 [height, width] or [height, width, 1 to 4 channels]."
-        raise OptionError(f"log_picture: the picture is {found}.", fix=fix)
+        raise OptionError(f"{source}: the picture is {found}.", fix=fix)
     return png(array), ".png"
 
 

@@ -171,12 +171,14 @@ class Program:
             found[name] = metric.value(name, sums) if isinstance(metric, FromSums) else float(means(sums, counts)[0])
         return found
 
-    def pictures(self, total: np.ndarray) -> dict[str, Any]:
-        """Pictures of metrics from sums by name, from what `finish_evaluation` gets; none of sums that are not finite."""
+    def drawings(self, total: np.ndarray) -> dict[str, Callable[[], Any]]:
+        """Functions that draw metrics from sums by name, from what `finish_evaluation` gets; none of sums that are not finite."""
         columns, metrics = np.array(self.eval_columns), self._eval_objective.metrics.items()
-        drawn = {name: metric.draw for name, metric in metrics if isinstance(metric, FromSums) and metric.draw is not None}
+        drawn = {name: metric for name, metric in metrics if isinstance(metric, FromSums) and metric.draw is not None}
         sums = {name: np.asarray(total, np.float64)[0, columns == name] for name in drawn}
-        return {name: draw(sums[name]) for name, draw in drawn.items() if np.isfinite(sums[name]).all()}
+        return {
+            name: functools.partial(metric.picture, name, sums[name]) for name, metric in drawn.items() if np.isfinite(sums[name]).all()
+        }
 
     @functools.cached_property
     def _eval_outputs(self) -> tuple:

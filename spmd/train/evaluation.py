@@ -93,10 +93,10 @@ def measured(
     state: State,
     batches: Iterable[Batch],
     stops: Callable[[int], bool],
-    show: Callable[[str, Any], None] | None = None,
+    draws: dict[str, Callable[[], Any]] | None = None,
 ) -> dict[str, float] | None:
-    """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it. `show` gets the
-    pictures of metrics, by name."""
+    """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it. `draws` is
+    filled with functions that draw metrics, by name."""
     totals, stopped = Totals(program.eval_columns, program.finish_evaluation, program.undefined), False
     pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
     for number, batch in enumerate(batches, 1):
@@ -112,7 +112,6 @@ def measured(
         totals.add(packed, count)
     if stopped:
         return None
-    if show is not None:
-        for name, picture in program.pictures(totals.total).items():
-            show(name, picture)
+    if draws is not None:
+        draws.update(program.drawings(totals.total))
     return totals.means()

@@ -66,7 +66,8 @@ def _count(layers: jax.Array) -> tuple[jax.Array, jax.Array]:
     values = jnp.abs(layers) if jnp.iscomplexobj(layers) else layers
     values = values.astype(jnp.float32)
     finite, dims = jnp.isfinite(values), tuple(range(1, values.ndim))
-    low, high = jnp.where(finite, values, jnp.inf).min(dims), jnp.where(finite, values, -jnp.inf).max(dims)
+    low = jnp.where(finite, values, jnp.inf).min(dims, initial=jnp.inf)
+    high = jnp.where(finite, values, -jnp.inf).max(dims, initial=-jnp.inf)
     low, high = (jnp.where(low <= high, edge, jnp.float32(0)) for edge in (low, high))
     # 64 bins of at least (high - low) / 62 reach from a multiple of their width below `low` to above `high`
     exponent, magnitude = _exponent(high / (BINS - 2) - low / (BINS - 2)), jnp.maximum(jnp.abs(low), jnp.abs(high))

@@ -42,7 +42,7 @@ class FromSums(PerExample):
       draw: from the sums to a picture; None: there is none.
 
     Raises:
-      OptionError: there is no `finish`, or it is no function.
+      OptionError: there is no `finish`, or it or `draw` is no function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -61,6 +61,9 @@ class FromSums(PerExample):
             why = "there is no `finish`" if self.finish is _no_finish else f"finish={short_repr(self.finish)} is no function"
             third = ", and the third argument, `inputs`, is a function" if callable(self.inputs) else ""
             raise OptionError(f"FromSums {short_repr(self.name)}: {why}{third}.", fix="FromSums(function, name, finish=...).")
+        if self.draw is not None and not callable(self.draw):
+            why = f"draw={short_repr(self.draw)} is no function"
+            raise OptionError(f"FromSums {short_repr(self.name)}: {why}.", fix="a function from sums to a picture, or None.")
 
     def value(self, name: str, sums: np.ndarray) -> float:
         """What `finish` gives; `name`: of the metric.
@@ -68,14 +71,18 @@ class FromSums(PerExample):
         Raises:
           LossError: it fails, or gives no number.
         """
-        what = f'metric "{name}": finish, given the sums {describe(sums)},'
-        try:
-            value = self.finish(sums)
-        except Exception as error:
-            raise LossError(f"{what} raised {first_line(error)}{user_line(error)}") from error
+        what, value = _call(name, "finish", self.finish, sums)
         if np.ndim(value) or np.asarray(value).dtype.kind not in "biuf":
             raise LossError(f"{what} returned {short_repr(value)}.", fix="one number.")
         return float(value)
+
+    def picture(self, name: str, sums: np.ndarray) -> Any:
+        """What `draw` gives; `name`: of the metric.
+
+        Raises:
+          LossError: it fails.
+        """
+        return None if self.draw is None else _call(name, "draw", self.draw, sums)[1]
 
     def __call__(self, model: Any, batch: Any) -> Columns:
         """The k numbers of each row; calls the model."""
@@ -96,6 +103,15 @@ class FromSums(PerExample):
                 )
             values = jnp.where(self.no_mask(batch)[..., None], jnp.nan, jnp.where(counts[..., None], values, 0.0))
         return Columns(values.sum(axis=tuple(range(1, values.ndim - 1))))
+
+
+def _call(name: str, method: str, function: Callable[[np.ndarray], Any], sums: np.ndarray) -> tuple[str, Any]:
+    """What is called, for errors, and what it returns."""
+    what = f'metric "{name}": {method}, given the sums {describe(sums)},'
+    try:
+        return what, function(sums)
+    except Exception as error:
+        raise LossError(f"{what} raised {first_line(error)}{user_line(error)}") from error
 
 
 def confusion(classes: int) -> FromSums:

@@ -41,8 +41,8 @@ def test_png_has_the_array(shape):
 
 def test_pillow_reads_the_png(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    path = tmp_path / write_picture(tmp_path, "a b/c", 7, GRADIENT)
-    assert path == tmp_path / "pictures" / "a_b_c-00000007.png" and (np.asarray(image.open(path)) == GRADIENT).all()
+    path = tmp_path / write_picture(tmp_path, "a_b-c", 7, GRADIENT)
+    assert path == tmp_path / "pictures" / "a_b-c-00000007.png" and (np.asarray(image.open(path)) == GRADIENT).all()
 
 
 @pytest.mark.parametrize("kind", ["figure", "png", "svg", "jax"])
@@ -73,6 +73,32 @@ def test_kinds_of_pictures(kind, tmp_path):
 def test_what_is_no_picture_is_refused(picture, why, tmp_path):
     with pytest.raises(OptionError, match=why):
         write_picture(tmp_path, "it", 1, picture)
+
+
+@pytest.mark.parametrize("content", [MAGIC, MAGIC + b"\0" * 40, png(GRADIENT)[:32]], ids=["magic", "zeros", "cut off"])
+def test_damaged_png_is_refused(content, tmp_path):
+    (tmp_path / "it.png").write_bytes(content)
+    with pytest.raises(OptionError, match=r"log_picture\(.it.\): .*it\.png is a damaged PNG file: it has no header"):
+        write_picture(tmp_path, "it", 1, tmp_path / "it.png")
+
+
+def test_other_names_have_other_files(tmp_path):
+    names = ["val/a", "val_a", "val a", "äö", "öä", "x" * 300, "x" * 299, "/" * 300]
+    paths = [write_picture(tmp_path, name, 1, GRADIENT) for name in names]
+    assert len(set(paths)) == len(names) == len(list((tmp_path / "pictures").iterdir()))
+
+
+def test_second_picture_of_a_name_and_step_has_a_number(tmp_path):
+    def twice(info):
+        info.log_picture("it", GRADIENT[:2])
+        info.log_picture("it", GRADIENT)
+
+    fit(steps=2, callbacks=[twice], checkpoint=tmp_path)
+    found = [record["pictures"] for record in json_records(tmp_path / "metrics.jsonl") if "pictures" in record]
+    assert [list(names) for names in found] == [["it"], ["it_2"]] * 2 and len({*map(str, found)}) == 4
+    for pictures, rows in zip(found, [2, 5] * 2, strict=True):
+        (path,) = pictures.values()
+        assert (decoded((tmp_path / path).read_bytes()) == GRADIENT[:rows]).all()
 
 
 def test_picture_without_a_name_is_refused(tmp_path):

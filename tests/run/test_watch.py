@@ -140,6 +140,21 @@ def test_gradients_of_microbatches_in_float16_have_no_scale(tmp_path):
     assert sum(half.counts) == 8 and half.edges[0] - half.width <= ours.edges[0] <= half.edges[1]
 
 
+class WithEmpty(Line):
+    """A layer with a parameter that has no elements."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.empty = nnx.Param(jnp.zeros((0, WIDTH)))
+
+
+def test_a_parameter_without_elements_has_an_empty_histogram(tmp_path):
+    train(tmp_path, "data=8", model=lambda: WithEmpty(nnx.Rngs(0)), watch=1, steps=1)
+    (entries,) = histograms(tmp_path).values()
+    assert [entries[f"{kind}/empty"]["counts"] for kind in ("parameters", "gradients")] == [[0], [0]]
+    assert sum(entries["parameters/w"]["counts"]) == WIDTH**2
+
+
 def test_numbers_that_are_not_finite_are_counted_separately(tmp_path):
     data = {"x": np.full((32, 8), 3e38, np.float32), "y": np.ones((32, 1), np.float32)}
     data["x"][:, 0], data["x"][:, 1] = 1.0, np.nan

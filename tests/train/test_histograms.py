@@ -21,6 +21,7 @@ VALUES = {
     "two neighbours": np.array([1, np.nextafter(np.float32(1), np.float32(2))]),
     "powers of two": 2.0 ** np.arange(-3, 4),
     "zeros": np.zeros((3, 4)),
+    "empty": np.zeros((0, 3)),
     "not finite": np.array([np.nan, 1, np.inf, -np.inf, -2, np.nan, 0.5, np.inf]),
     "nothing finite": np.full(5, np.nan),
     "a scalar": np.float32(0.3),

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.errors import LossError, OptionError
+from spmd.errors import CallbackError, LossError, OptionError
 from spmd.metrics import FromSums, auc, perplexity
 from spmd.run.pictures import png
 
@@ -208,6 +208,52 @@ def test_metric_without_finish_is_refused(make):
     with pytest.raises(OptionError, match="finish") as refused:
         make()
     assert refused.value.fix == "FromSums(function, name, finish=...)."
+
+
+def test_draw_that_is_no_function_is_refused():
+    with pytest.raises(OptionError, match="FromSums 'm': draw=3 is no function"):
+        FromSums(columns, "m", finish=sum, draw=3)
+
+
+class Unsaved:
+    """What matplotlib would raise for a text that it cannot draw."""
+
+    def savefig(self, *args, **options):
+        raise ValueError("no such symbol")
+
+
+BAD_DRAWINGS = {
+    "raises": (lambda sums: 1 // 0, LossError, r'metric "m": draw, given the sums float64\[2\], raised ZeroDivisionError.*\n.*line \d+'),
+    "gives floats": (lambda sums: np.zeros((2, 2)), OptionError, r'metric "m": draw: the picture is float64\[2, 2\]'),
+    "gives a figure that fails": (lambda sums: Unsaved(), CallbackError, 'step 1: metric "m": draw raises ValueError: no such symbol'),
+}
+
+
+def drawn(draw, **options):
+    return spmd.fit(
+        CLASSES,
+        DATA,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.0),
+        metrics={"m": FromSums(columns, "m", finish=lambda sums: float(sums[0]), draw=draw)},
+        batch_size=16,
+        steps=1,
+        eval_data=DATA,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("draw", "kind", "message"), BAD_DRAWINGS.values(), ids=BAD_DRAWINGS.keys())
+def test_failing_picture_names_the_metric_after_the_results_are_recorded(draw, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        drawn(draw, checkpoint=tmp_path)
+    assert '"eval_m"' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_run_without_a_folder_draws_nothing():
+    calls = []
+    drawn(calls.append)
+    assert not calls
 
 
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
