@@ -78,7 +78,7 @@ class Result:
         trial of a sweep.
       profile: of the steps of `fit(profile=...)`; None without it, and if the profiler failed.
       samples_per_second: examples in a second of training, of all devices; compiling, waiting for data, evaluating, saving and profiling
-        do not count. None for a trial of a sweep.
+        do not count. None for a trial of a sweep, and if nothing was left to train.
 
     Example:
       >>> import optax, spmd
@@ -351,7 +351,7 @@ def fit(
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
     of_steps = None if profiler is None else profiler.profile
-    rate = run.samples / seconds if seconds > 0 else None
+    rate = run.samples / seconds if run.samples and seconds > 0 else None
     return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)
 
 

@@ -15,7 +15,7 @@ from spmd.run.goodput import EVALUATING, SAVING, duration
 from spmd.run.loggers import write_record
 from spmd.run.progress import NoProgress
 from spmd.run.schedule import Intervals
-from spmd.run.signals import SIGINT_REASON
+from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
 from spmd.run.step_metrics import StepMetrics
 
 
@@ -105,14 +105,15 @@ class Saver:
             self._control.notify("on_checkpoint")
 
     def report_interrupt(self) -> None:
-        """Say what is kept of a run that Ctrl-C has stopped, once it is on disk."""
+        """Say what is kept of a run that Ctrl-C or SIGTERM has stopped, once it is on disk."""
         store, run = self._config.store, self._run
-        if run.stop_reason != SIGINT_REASON or jax.process_index() != 0:
+        how = {SIGINT_REASON: "interrupted", SIGTERM_REASON: "ended by SIGTERM"}.get(run.stop_reason or "")
+        if how is None or jax.process_index() != 0:
             return
         kept = "nothing was saved, since there is no checkpoint folder: fit(checkpoint=...) names one"
         if store is not None:
             kept = f"the checkpoint is in {store.folder}, and fit(..., resume=True) resumes from it"
-        line = f"interrupted after step {run.step}: {kept}."
+        line = f"{how} after step {run.step}: {kept}."
         self._config.progress.say(line)
         if isinstance(self._config.progress, NoProgress):
             logging.getLogger("spmd").warning(line)

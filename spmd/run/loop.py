@@ -76,9 +76,9 @@ class Loop:
         self._watchdog.record_progress("save", run.step)
         self._close()
         self._close_memory(remove=True)  # which waits for the other processes
-        self._saver.report_interrupt()
         if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written, or since
             run.stop_reason = run.stop_reason or SIGTERM_REASON
+        self._saver.report_interrupt()
         self._watchdog.record_progress("script", run.step)
 
     def _epoch(self) -> None:

@@ -129,7 +129,7 @@ def confusion(classes: int) -> FromSums:
             wanted = f"logits of {classes} classes for each target"
             raise LossError(f"confusion: the outputs are {describe(outputs)} for targets {describe(targets)}.", fix=f"{wanted}.")
         valid = (targets >= 0) & (targets < classes) & ~jnp.isnan(outputs).any(-1)
-        cell = jnp.where(valid, targets * classes + outputs.argmax(-1).astype(targets.dtype), -1)
+        cell = jnp.where(valid, targets.astype(jnp.int32) * classes + outputs.argmax(-1).astype(jnp.int32), -1)
         return jnp.where(valid[..., None], jax.nn.one_hot(cell, classes**2, dtype=jnp.float32), jnp.nan)
 
     def mean_recall(sums: np.ndarray) -> float:

@@ -212,13 +212,15 @@ def test_a_signal_during_an_evaluation_ends_it_between_batches(eval_every, best,
     assert rest.history.evaluations == uninterrupted.history.evaluations and uninterrupted.history.unfinished == []
 
 
-def test_sigterm_during_the_last_evaluation_saves_and_ends(tmp_path):
+def test_sigterm_during_the_last_evaluation_saves_and_ends(tmp_path, caplog):
     """All steps are made; the evaluation is not, so the run was not at its end."""
     batches = Batches(signal.SIGTERM)
     options = {"steps": 3, "eval_every": 5, "checkpoint": tmp_path}
     with pytest.raises(SystemExit) as raised:
         fit(eval_data=batches, **options)
     assert raised.value.code == 143 and batches.read == 2 and finished_steps(tmp_path) == [3]
+    kept = f"ended by SIGTERM after step 3: the checkpoint is in {tmp_path}, and fit(..., resume=True) resumes from it."
+    assert caplog.messages[-1] == kept
     rest = fit(eval_data=Batches(), resume=True, **options)
     assert [row["step"] for row in rest.history.evaluations] == [3]
 

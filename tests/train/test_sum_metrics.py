@@ -244,6 +244,13 @@ def test_confusion_is_drawn_by_the_share_of_a_row():
     assert (picture[240:] == 255).all()  # a class without rows
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32"])
+def test_cells_of_a_confusion_do_not_overflow(dtype):
+    metric, targets = spmd.metrics.confusion(20), np.arange(20, dtype=dtype)
+    cells = np.asarray(metric.function(jnp.eye(20), jnp.asarray(targets))).sum(0).reshape(20, 20)
+    np.testing.assert_array_equal(cells, np.eye(20))
+
+
 def test_confusion_of_what_is_no_class_is_nan(caplog):
     data = {"x": ROWS, "label": LABELS.copy()}
     data["label"][20] = 7
