@@ -44,11 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if isinstance(result, int):
         return result
+    text, code = result if isinstance(result, tuple) else (result, 0)
     try:
-        print(result, flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return code
 
 
 def _as_typed(text: str, options: Collection[str]) -> str:

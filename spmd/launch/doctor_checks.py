@@ -61,7 +61,13 @@ def run_bounded(command: Sequence[str], limit: float, cwd: Path | None = None) -
         )
     except OSError as error:
         return Output("", error.strerror or str(error))
-    timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit, kill)
     timer.start()
     try:
         out, err = process.communicate()
@@ -69,7 +75,7 @@ def run_bounded(command: Sequence[str], limit: float, cwd: Path | None = None) -
         timer.cancel()
     if not process.returncode:
         return Output(out)
-    if process.returncode == -signal.SIGKILL and timer.finished.is_set():
+    if process.returncode == -signal.SIGKILL and late.is_set():
         return Output(out, f"no answer within {limit:g} s")
     return Output(out, next(reversed(err.strip().splitlines()), f"exit code {process.returncode}"))
 

@@ -32,14 +32,14 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=_doctor)
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> tuple[str, int]:
     show_progress(f"looking for devices, {options.timeout:g} s at most")
     found = json.loads(without_home(json.dumps(examine(Path(options.folder), options.timeout), ensure_ascii=False)))
     show_progress("")
     wrong = problems(found)
     listed = [{"where": one.where, "why": list(one.why), "fix": one.fix} for one in wrong]
-    print(json.dumps(found | {"problems": listed}, indent=1) if options.json else report(found, wrong))
-    return PROBLEMS if wrong else 0
+    text = json.dumps(found | {"problems": listed}, indent=1) if options.json else report(found, wrong)
+    return text, PROBLEMS if wrong else 0
 
 
 def without_home(text: str) -> str:

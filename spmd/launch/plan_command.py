@@ -144,7 +144,7 @@ def _plan(options: argparse.Namespace) -> str:
     return paint(with_sections(str(result), sections), {result.memory.word: colour}, sys.stdout)
 
 
-def _search(options: argparse.Namespace) -> str | int:
+def _search(options: argparse.Namespace) -> str | tuple[str, int]:
     from spmd.planner.candidates import chosen_layouts
     from spmd.planner.layout_search import search
 
@@ -159,8 +159,7 @@ def _search(options: argparse.Namespace) -> str | int:
     show_progress("")
     text = f"{result}\n\n{result.conclusion()}"
     if not result.plans:
-        print(paint(text, {result.verdict.partition(" ")[0]: "red"}, sys.stdout))
-        return FOUND_NOTHING
+        return paint(text, {result.verdict.partition(" ")[0]: "red"}, sys.stdout), FOUND_NOTHING
     if path is not None:
         print(f"wrote {result.save(path, overwrite=options.overwrite)}", file=sys.stderr)
     return paint(text, {"best": "green"}, sys.stdout)

@@ -1,6 +1,7 @@
 """Runs a script up to its first call of `spmd.fit`, in whose place something else is done."""
 
 import contextlib
+import functools
 import inspect
 import os
 import runpy
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 class _FitCalled(BaseException):
-    """Ends a script at its call of `fit`; a BaseException, so that the script's error handlers do not catch it."""
+    """Ends a script at its call of `fit`, or at a custom loop; a BaseException, so that the script's error handlers do not catch it."""
 
 
 def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[..., Any], dict[str, Any]], T], *, to: str = "plan") -> T:
@@ -27,21 +28,24 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
       to: what `call` does, as a verb for errors.
 
     Raises:
-      OptionError: there is no such script, it fails, or it ends before such a call.
+      OptionError: there is no such script, it fails, it ends before such a call, or it trains in a loop instead.
     """
     from spmd import api
+    from spmd.trainer import Trainer
 
     path, public, outcome = Path(script), sys.modules["spmd"], list[Callable[[], T]]()
     if not path.is_file():
         why = f'"{script}" is a folder' if path.is_dir() else f'there is no file "{script}"'
         raise OptionError(f"{why}.", fix="a Python script that calls spmd.fit.")
-    argv, paths, folder, real = sys.argv, sys.path[:], Path.cwd(), api.fit
+    argv, paths, folder, real, steps = sys.argv, sys.path[:], Path.cwd(), api.fit, contextlib.ExitStack()
+    fix = "call spmd.plan(...) from Python, for a custom training loop." if to == "plan" else ""
 
     def fit(*args: Any, **options: Any) -> Any:
         try:
             given = dict(inspect.signature(real).bind(*args, **options).arguments)
         except TypeError as error:
             raise OptionError(f"{script} calls spmd.fit with invalid arguments: {error}.") from error
+        steps.close()  # the real fit may need them
         try:
             result = call(real, given)
         except BaseException as error:  # which the script's error handlers must not catch either
@@ -50,6 +54,15 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
             outcome.append(lambda: result)
         raise _FitCalled
 
+    def step(name: str, *args: Any, **options: Any) -> Any:
+        del args, options
+        why = f"{script} calls Trainer.{name}, in a custom training loop, before it called spmd.fit, so there is nothing to {to}."
+        outcome.append(_raising(OptionError(why, fix=fix)))
+        raise _FitCalled
+
+    for name in ("step", "steps"):
+        steps.callback(setattr, Trainer, name, getattr(Trainer, name))
+        setattr(Trainer, name, functools.partial(step, name))
     sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:
@@ -66,10 +79,10 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
     finally:
         sys.argv, sys.path = argv, paths
         os.chdir(folder)
+        steps.close()
         api.fit = public.fit = real  # type: ignore[attr-defined]
     if not outcome:
-        fix = "call spmd.plan(...) from Python, for a custom training loop."
-        raise OptionError(f"{script} never called spmd.fit, so there is nothing to {to}.", fix=fix if to == "plan" else "")
+        raise OptionError(f"{script} never called spmd.fit, so there is nothing to {to}.", fix=fix)
     return outcome[0]()
 
 

@@ -144,9 +144,13 @@ def test_check_uses_no_device(tmp_path):
     assert "1 parameter, 4.0 TiB; 4.0 GiB on each of 1024 devices" in done.stdout
 
 
-def test_closed_stdout_is_no_error():
+DOCTOR = "from spmd.launch import cli, doctor_command as d; d.examine, d.problems = lambda *_: {}, list; cli.main(['doctor', '--json'])"
+
+
+@pytest.mark.parametrize("words", [("-m", "spmd", "layouts"), ("-c", DOCTOR)], ids=["layouts", "doctor"])
+def test_closed_stdout_is_no_error(words):
     """As `spmd layouts | head -1` does: no traceback."""
-    command = [sys.executable, "-m", "spmd", "layouts"]
+    command = [sys.executable, *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 0

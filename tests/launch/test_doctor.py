@@ -98,6 +98,7 @@ def test_command_that_hangs_is_killed_with_its_descendants():
 def test_command_that_fails_says_why():
     assert run_bounded(["sh", "-c", "echo one >&2; echo two >&2; exit 3"], 60) == Output("", "two")
     assert run_bounded(["sh", "-c", "exit 3"], 60) == Output("", "exit code 3")
+    assert run_bounded(["sh", "-c", "kill -9 $$"], 60) == Output("", "exit code -9")
     assert run_bounded(["no_such_command"], 60) == Output("", "No such file or directory")
 
 

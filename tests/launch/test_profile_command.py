@@ -60,12 +60,14 @@ def test_profiler_that_fails_is_an_exit_code(script, capsys, monkeypatch, caplog
         "train.py --target 4xcpu -- 32": '--target "4xcpu" is 4 devices, and the mesh has 8.\n    fix: --target "8xcpu".',
         "none.py": 'there is no file "none.py".',
         "empty.py": "empty.py never called spmd.fit, so there is nothing to profile.",
+        "loop.py": "loop.py calls Trainer.step, in a custom training loop, before it called spmd.fit, so there is nothing to profile.",
         "train.py": "train.py fails, IndexError: list index out of range, before it called spmd.fit.",
         "train.py -- 30": "DataError: ",
     }.items(),
 )
 def test_errors(script, capsys, words, expected):
     (script / "empty.py").write_text("")
+    (script / "loop.py").write_text("import spmd\n\nspmd.Trainer.step(None, None, None)\n")
     assert main(["profile", *words.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and expected in err

@@ -667,6 +667,13 @@ SCRIPTS = {
         "with invalid arguments: got an unexpected keyword",
     ),
     "no loss": ("spmd.fit(1, 2, optimizer=4)", "with invalid arguments: missing a required"),
+    "loop": (
+        "import optax\nmodel = spmd.FunctionalModel(lambda key: {}, lambda params, x: x)\n"
+        "trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1))\n"
+        "for info in trainer.steps([]): raise SystemExit('trained')",
+        "calls Trainer.steps, in a custom training loop, before it called spmd.fit, so there is nothing to plan.\n    fix: call spmd.plan(",
+    ),
+    "step": ("spmd.Trainer.step(None, None, None)", "calls Trainer.step, in a custom"),
     "crash": ("1 / 0", "fails, ZeroDivisionError: division by zero, before it called spmd.fit."),
 }
 
@@ -677,6 +684,7 @@ def test_a_script_that_cannot_be_planned(body, wanted, tmp_path, monkeypatch, ca
     (tmp_path / "bad.py").write_text(f"import spmd\n{body}\n")
     code, _, err = run(capsys, "plan", "bad.py", "--target", "cpu")
     assert code == 2 and wanted in err
+    assert spmd.Trainer.steps.__module__ == "spmd.trainer", "the real one is back"
 
 
 def test_options_are_checked_before_the_script_runs(tmp_path, monkeypatch, capsys):
