@@ -42,6 +42,7 @@ def test_a_program_for_cpus_has_no_products_in_float8():
     assert note == f"note: [[precision]] asks for products in float8, and the program multiplies float32 in {', '.join(LAYERS)}."
 
 
+@pytest.mark.system
 @pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
 def test_programs_for_gpus():
     plan = planned("float8", "2xh100")
