@@ -103,7 +103,7 @@ def test_command_that_fails_says_why():
 
 
 def test_devices_that_hang_leave_the_rest(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor_checks, "PROBE", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor_checks, "PROBE", "import time; time.sleep(600)")  # killed after 0.5 s
     devices, cache = doctor_checks.devices_and_cache(0.5)
     assert devices == {"failure": "no answer within 0.5 s"} == cache
     found = broken() | {"devices": devices, "cache": cache}

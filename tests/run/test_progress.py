@@ -104,7 +104,7 @@ def test_an_error_leaves_the_terminal_as_it_was(console):
 
 def wait_for(console, text):
     """Wait until a thread has shown this text."""
-    given_up = time.monotonic() + 120
+    given_up = time.monotonic() + 120  # a bound of a wait that the text ends, however fast or slow the machine is
     while text not in console.file.getvalue():
         assert time.monotonic() < given_up, console.file.getvalue()
         time.sleep(0.001)
