@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 import spmd
 from spmd import errors
+from spmd.layout import toml_reader
 
 
 def dense(rows, columns):
@@ -96,6 +97,22 @@ def rule(path, spec, *more):
 def test_misspelt_layout_name(golden):
     golden("misspelt_layout_name", error_text(errors.LayoutError, fit, layout="fdsp"))
     fits(layout="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("zero3", "fsdp"), ("ZeRO-2", "zero1"), ("FSDP", "fsdp"), ("ddp", "data_parallel"), ("dp", "data_parallel"), ("tp", "tensor_parallel")]
+    + [("tensor-parallel", "tensor_parallel"), ("Pipeline Parallel", "pipeline")],
+)
+def test_layout_name_of_other_libraries(name, meant):
+    with pytest.raises(errors.LayoutError) as raised:
+        spmd.Layout.load(name)
+    assert raised.value.fix == f'did you mean "{meant}"?'
+
+
+def test_other_names_of_layouts_are_of_shipped_ones():
+    assert set(toml_reader.OTHER_NAMES.values()) <= set(toml_reader.shipped())
+    assert not set(toml_reader.OTHER_NAMES) & set(toml_reader.shipped())
 
 
 def test_unknown_layout_name(golden):
