@@ -256,7 +256,7 @@ def test_unmatched_parameter_with_default_error(golden):
     fits(text.replace("error", "replicate"))
 
 
-def test_max_replicated_that_no_rule_can_meet(golden, folder):
+def test_max_replicated_out_of_reach_of_rules(golden, folder):
     shipped, model = spmd.Layout.load("fsdp"), {"hidden": dense(30, 50), "head": dense(50, 3)}
 
     def check(layout, sizes, params=model):
@@ -264,7 +264,7 @@ def test_max_replicated_that_no_rule_can_meet(golden, folder):
 
     with pytest.raises(errors.LayoutError) as raised:
         check(shipped, "data=8")
-    golden("max_replicated_that_no_rule_can_meet", str(raised.value))
+    golden("max_replicated_out_of_reach_of_rules", str(raised.value))
     assert any(check(shipped, "data=2").placements["hidden/kernel"].spec), "fewer devices"
     assert any(check(shipped, "data=8", {"hidden": dense(30, 48)}).placements["hidden/kernel"].spec), "another size"
     check(spmd.Layout.load("data_parallel"), "data=8")

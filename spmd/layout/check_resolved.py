@@ -169,11 +169,11 @@ def _share_problems(
     stuck = {place.path: place for place in replicated if not _divisible(params.get(place.path, place).shape, mesh)}
     if sum(place.nbytes for place in stuck.values()) > limit * total:
 
-        def meets(other: MeshSpec) -> bool:
+        def suffices(other: MeshSpec) -> bool:
             return _replicated_share(resolve(layout, params, names, other, stacks)) <= limit and fits(other)
 
         place = max(stuck.values(), key=lambda place: place.nbytes)
-        fix = _fix_of_sizes(resolved, place.path, params.get(place.path, place).shape, allow, meets)
+        fix = _fix_of_sizes(resolved, place.path, params.get(place.path, place).shape, allow, suffices)
         yield Problem("[default] max_replicated", lines, fix, kind="too_much_replicated")
         return
     for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
@@ -190,7 +190,7 @@ def _divisible(shape: tuple[int, ...], mesh: MeshSpec) -> bool:
     return any(dim and dim % size == 0 for dim in shape for _, size in mesh.axes if size > 1)
 
 
-def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: str, meets: Callable[[MeshSpec], bool]) -> str:
+def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: str, suffices: Callable[[MeshSpec], bool]) -> str:
     """What helps where no rule does, since no mesh axis divides a dim of the largest parameters, of which one is at `path`."""
     layout, mesh = resolved.layout, resolved.mesh
     shards = [size for axis, size in mesh.axes if layout.default.params == f"shard:{axis}"]
@@ -203,7 +203,7 @@ def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: 
         if devices % part == 0
     ]
     for other in sorted(smaller, key=lambda other: -other.size):
-        if meets(other):
+        if suffices(other):
             fixes.append(f'fewer devices, mesh=spmd.make_mesh("{other}", devices=jax.devices()[:{other.size}])')
             break
     if mesh.names == ("data",):
