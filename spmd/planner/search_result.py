@@ -154,8 +154,8 @@ class Search:
     def _why_ended(self) -> str:
         """What the time limit has left out, as a sentence."""
         left = sum(why.kind == "limit" for why in self.rejected.values())
-        of = f"{left} of {len(self.plans) + len(self.rejected)} candidates were not tried"
-        return f"{self.time_limit[0].upper()}{self.time_limit[1:]} was reached after {_programs(self.programs)}: {of}; max_seconds (--max-seconds) sets it."
+        of = f"{left} of {len(self.plans) + len(self.rejected)} candidates were not tried; max_seconds (--max-seconds) sets it."
+        return f"{self.time_limit[0].upper()}{self.time_limit[1:]} was reached after {_programs(self.programs)}: {of}"
 
     @property
     def verdict(self) -> str:
