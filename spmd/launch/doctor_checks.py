@@ -166,7 +166,7 @@ def _brought(listed: Sequence[str], declared: Mapping[str, Sequence[str]]) -> It
                 yield from _brought(declared[extra], declared)
             elif _version(name) is not None:
                 lines = importlib.metadata.requires(name) or ()
-                yield from (_name(line) for line in lines if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line))
+                yield from _brought([line for line in lines if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line)], declared)
 
 
 def is_allowed(version: str, requirement: str) -> bool:
