@@ -391,7 +391,7 @@ def about_run(trainer: Trainer, reader: Source, program: Program | None = None) 
             "precision": config.precision,
             "accumulate": config.accumulate,
             **{name: value for name, value in chosen.items() if value},
-            **options_of(trainer.placed.optimizer),
+            **options_of(trainer.placed.given_optimizer),
         },
         "storage": trainer.packing,
     }

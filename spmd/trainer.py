@@ -172,7 +172,7 @@ class Trainer:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
         state = dataclasses.replace(placed.abstract_state, opt=inner_state(placed.abstract_state.opt))
-        unsharded, moments = replicated_moments(state, self.resolved), jax.tree.leaves(state.opt)
+        unsharded, moments = replicated_moments(state, placed.optimized), jax.tree.leaves(state.opt)
         if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
             names = ", ".join(unsharded[:3])
             lines.append(f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {names}, ...")
