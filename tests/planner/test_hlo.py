@@ -176,3 +176,26 @@ def test_two_nodes_exchange_an_all_reduce_by_trees():
     """Between more nodes a ring sends nearly twice the array."""
     sent = [Transfer("all_reduce", "", (), 8 * n, 8, (Array("float32", (1 << 20,), 32),), 1, "", "", True).levels[1] for n in (1, 2, 3)]
     assert sent == [0.0, (4 << 20) / 8, 2 * 23 / 24 * (4 << 20) / 8]
+
+
+STARTS = {  # of an all-reduce, as jaxlib 0.10 and 0.11 write it, and of several arrays at once
+    "f32[8]{0} all-reduce-start(%x)": ["float32[8]"],
+    "((f32[8]{0}), f32[8]{0}) all-reduce-start(%x)": ["float32[8]"],
+    "(f32[8]{0}, bf16[2]{0}) all-reduce-start(%x, %y)": ["float32[8]", "bfloat16[2]"],
+    "((f32[8]{0}, bf16[2]{0}), (f32[8]{0}, bf16[2]{0})) all-reduce-start(%x, %y)": ["float32[8]", "bfloat16[2]"],
+}
+
+
+@pytest.mark.parametrize("text", STARTS)
+def test_operands_of_a_start_are_no_payload(text):
+    program = f"""HloModule m, num_partitions=8
+
+ENTRY %main (x: f32[8], y: bf16[2]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  %y = bf16[2]{{0}} parameter(1)
+  %start = {text}, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+  ROOT %done = f32[8]{{0}} all-reduce-done(%start)
+}}
+"""
+    [start] = [instr for instr in parse(program).computations["main"] if instr.name == "start"]
+    assert [str(array) for array in payload(start)] == STARTS[text]
