@@ -59,7 +59,7 @@ class Picture:
             self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
         text = re.sub("<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-        text = re.sub("font-family: [^;\"]*", "font-family: sans-serif", text)
+        text = re.sub('font-family: [^;"]*', "font-family: sans-serif", text)
         return re.sub("|".join(ADAPTED), lambda match: ADAPTED[match[0]], text)
 
     def png(self) -> bytes:

@@ -52,7 +52,7 @@ def gauge(value: float, capacity: float, width: int = 40) -> str:
 
 
 def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float], width: int = 420, height: int = 150) -> str:
-    """One metric over steps as SVG: a line for training, dots for evaluations; readable on white and on black."""
+    """One metric over steps as SVG: a line for training, dots for evaluations, with a legend; readable on white and on black."""
     finite = {step: value for step, value in trained.items() if math.isfinite(value)}
     line = list(zip(thinned(list(finite), MOST), thinned(list(finite.values()), MOST), strict=True))
     dots = [(step, value) for step, value in evaluated.items() if math.isfinite(value)]
@@ -76,11 +76,18 @@ def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float
         caption(64, 14, name + (", logarithmic" if log else "")),
         caption(60, y(max(values)) + 4, f"{max(values):.3g}", "end"),
         caption(60, y(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
-        caption(64, height - 8, f"step {min(steps)}"),
+        caption(64, height - 8, f"{min(steps)}"),
+        caption((64 + width - 10) / 2, height - 8, "step", "middle"),
         caption(width - 10, height - 8, f"{max(steps)}", "end"),
     ]
+    if dots:
+        labels.append(f'<path d="M{width - 76} 10h0" stroke="{COLOURS[1]}" stroke-width="6" stroke-linecap="round"/>')
+        labels.append(caption(width - 10, 14, "evaluation", "end"))
+    if dots and line:
+        labels.append(f'<path d="M{width - 152} 10h12" stroke="{COLOURS[0]}" stroke-width="2"/>')
+        labels.append(caption(width - 86, 14, "training", "end"))
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" style="font:12px system-ui,sans-serif" fill="currentColor" role="img" '
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" class="small" style="font:12px system-ui,sans-serif" fill="currentColor" role="img" '
         f'aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.6"/>{circles}'
         f"{''.join(labels)}</svg>"
     )
