@@ -71,7 +71,8 @@ def array_drawing(path: str, leaf: Any) -> Html:
     spec = tuple(leaf.sharding.spec)
     label = f"{path}  " if path else ""
     label += f"{describe(leaf)}, {f'spec {spec_text(spec)}' if any(spec) else 'replicated'}: the devices that hold each shard{more}"
-    return framed(f"<p>{html.escape(label)}</p>{svg((row + 1) * height, parts, label)}")
+    drawing = svg((row + 1) * height, parts, label, width=round(columns * width) if columns * width < WIDTH / 2 else None)
+    return framed(f"<p>{html.escape(label)}</p>{drawing}")
 
 
 def device_ranges(devices: Iterable[int]) -> str:

@@ -87,7 +87,7 @@ def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float
         labels.append(f'<path d="M{width - 152} 10h12" stroke="{COLOURS[0]}" stroke-width="2"/>')
         labels.append(caption(width - 86, 14, "training", "end"))
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" class="small" style="font:12px system-ui,sans-serif" fill="currentColor" role="img" '
-        f'aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.6"/>{circles}'
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" class="small" style="font:12px system-ui,sans-serif" fill="currentColor" '
+        f'role="img" aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.6"/>{circles}'
         f"{''.join(labels)}</svg>"
     )
