@@ -208,7 +208,7 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
         parts.append(f"<circle {place} {shape}><title>{title}</title></circle>")
         faster = front[: front.index((x(time), y(size)))] if on_front else []
         legible = on_front and all(math.dist((x(time), y(size)), other) > 14 for other in faster)
-        parts += [caption(x(time) + 9, y(size) - 7, str(number))] * legible
+        parts += [caption(x(time) + 9, y(size) - 7, "1, the best" if number == 1 else str(number))] * legible
     parts += [legend(right + 20, 32 + 22 * number, COLOURS[number % len(COLOURS)], kind) for number, kind in enumerate(series)]
     parts.append(
         caption(

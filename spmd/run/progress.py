@@ -22,7 +22,7 @@ WAITING_SHOWN = 0.1  # share of time
 LOG_SECONDS = 5.0  # between two lines of a log
 TICK_SECONDS = 1.0  # between two looks at the clock while something takes long
 
-PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0; white-space: pre-wrap">{code}</pre>'
+PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0; white-space: pre-wrap; word-break: normal">{code}</pre>'
 
 
 class NoProgress:
