@@ -19,7 +19,7 @@ THUMBNAIL = "thumbnail"  # the tag of the cell whose last picture stands in the 
 
 def _drawn(match: re.Match) -> str:
     """A drawing as part of the page, whose colour it takes."""
-    return _PORTABLE.sub(r"\1\2", base64.b64decode(match[1]).decode(), count=1)
+    return _GREY.sub("currentColor", _PORTABLE.sub(r"\1\2", base64.b64decode(match[1]).decode(), count=1))
 
 
 def _inside(text: str) -> str:
