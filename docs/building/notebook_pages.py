@@ -12,7 +12,7 @@ _ALIGNED = re.compile(r"\S {2,}\S")  # columns, which stay below each other only
 _GREY = re.compile(r"#808080\b")  # matplotlib's, on every ground: see notebooks/matplotlibrc
 _DECLARATION = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
 _SIZE = re.compile(r'(<svg\b[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"')
-_STYLE = re.compile(r"<style>.*?</style>", re.DOTALL)
+_STYLE = re.compile(r"<style\b.*?</style>", re.DOTALL)
 LEGIBLE = 600  # units; the text of larger pictures is left out of the gallery
 THUMBNAIL = "thumbnail"  # the tag of the cell whose last picture stands in the gallery
 
