@@ -1,6 +1,7 @@
 """Live progress in a terminal or a notebook; elsewhere only on request."""
 
 import contextlib
+import html
 import io
 import sys
 import threading
@@ -21,7 +22,7 @@ WAITING_SHOWN = 0.1  # share of time
 LOG_SECONDS = 5.0  # between two lines of a log
 TICK_SECONDS = 1.0  # between two looks at the clock while something takes long
 
-PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
+PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0; white-space: pre-wrap; word-break: normal">{code}</pre>'
 
 
 class NoProgress:
@@ -246,6 +247,7 @@ class NotebookBar(Bar):
     def __init__(self, console: Any, period: float):
         super().__init__(console, period)
         self._handle: Any = None
+        self._curve = ""
         self._evaluated: dict[int, float] = {}  # losses of evaluations, by step
 
     def _begin(self) -> None:
@@ -263,11 +265,16 @@ class NotebookBar(Bar):
         self._replace({"text/plain": text})
 
     def _refresh(self) -> None:
-        """Replace the output by the bar, and a curve of the loss below it."""
+        """Replace the output by the bar, and a curve of the loss below it, which as text stands beside it."""
         self._console.print(self._bar.get_renderable())
-        html = self._console.export_html(inline_styles=False, clear=False, code_format=PRE)  # so that the page's own text colour is used
-        html += panel("loss", self._losses, self._evaluated) if len(self._losses) > 1 or self._evaluated else ""
-        self._replace({"text/plain": self._console.export_text().strip(), "text/html": html})
+        text = self._console.export_text().strip()
+        markup = PRE.format(code=html.escape(text.removesuffix(self._curve).strip()))  # no colours: those of the page are used
+        markup += panel("loss", self._losses, self._evaluated) if len(self._losses) > 1 or self._evaluated else ""
+        self._replace({"text/plain": text, "text/html": markup})
+
+    def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
+        self._curve = curve
+        super()._draw(step, parts, curve)
 
     def say(self, text: str) -> None:
         """Print a line below the bar."""
