@@ -76,7 +76,7 @@ def model_for(layout: str) -> tuple[type, str, dict]:
         path = "conv/kernel" if layout == "spatial" else "dense/kernel"
         return Images, path, {"image": jax.ShapeDtypeStruct((8, 16, 16, 3), "float32")}
     batch = {"tokens": jax.ShapeDtypeStruct((16, 64), "int32")}
-    stacked = "pipeline" in layout
+    stacked = "pipeline" in layout or layout == "transformer_parallel"
     return (Deep, "blocks/layers/up/kernel", batch) if stacked else (Dense, "up/kernel", batch)
 
 
@@ -84,7 +84,8 @@ def model_for(layout: str) -> tuple[type, str, dict]:
 def layout_picture(layout: str) -> str:
     """What each of eight devices holds under a shipped layout."""
     kind, path, batch = model_for(layout)
-    return spmd.viz.shards(lambda: kind(nnx.Rngs(0)), layout, parameter=path, batch=batch)
+    mesh = "stage=2,replica=1,data=2,context=1,model=2" if layout == "transformer_parallel" else None  # its default shards like fsdp
+    return spmd.viz.shards(lambda: kind(nnx.Rngs(0)), layout, mesh=mesh, parameter=path, batch=batch)
 
 
 def mesh() -> str:
@@ -178,7 +179,7 @@ def decision_tree() -> str:
     """Questions from top to bottom, with the layouts that they end in, which are links."""
     parts, y, left, wide = [], 2.0, 192, NARROW - 192
     for number, (question, answers) in enumerate(TREE):
-        lines = textwrap.wrap(question, 23)
+        lines = textwrap.wrap(question, 20)  # in the widest of the usual fonts
         right = sum(22 + 14 * bool(condition) for condition, _ in answers)
         high = max(16 * len(lines) + 14, right + 8)
         parts.append(f'<rect x="0.5" y="{y}" width="156" height="{high}" rx="7" fill="var(--soft)" stroke="var(--line)"/>')
