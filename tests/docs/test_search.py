@@ -45,7 +45,7 @@ QUESTIONS = {  # a question -> pages that answer it
     "accelerate": {"from_accelerate.html"},
     "maxtext": {"from_maxtext.html"},
     "weight decay": {"cookbook/training.html"},
-    "progress bar": {"cookbook/tracking.html", "tour.html", "reference/hooks.html"},
+    "progress bar": {"cookbook/tracking.html"},
     "save checkpoint own loop": {"cookbook/loops.html", "wire.html"},
     "multi gpu slurm": {"cookbook/devices.html", "clusters.html"},
     "resume training": {"cookbook/devices.html", "tour.html"},
