@@ -128,8 +128,6 @@ def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
     generated = page.file.generated_by is not None
     boost = next((boost for begin, boost in SEARCH_BOOSTS.items() if uri.startswith(begin)), 1)
-    if uri == _INDEX:
-        page.meta.setdefault("hide", ["toc"])  # the pages beside it have the same names
     page.meta.setdefault("search", {"exclude": uri.startswith(UNSEARCHED), "boost": boost})
     here = f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}" if generated else uri
 
@@ -157,6 +155,7 @@ def on_page_content(html, page, config, files):
     if uri == "notebooks.md":
         return _NOTEBOOK.sub(lambda match: f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}', html)
     if uri == _INDEX:
+        page.toc.items.clear()  # the pages beside it have the same names
         text, first, lists = html.partition("<h2")
         return f'{text}<div class="columns">{first}{lists}</div>'
     source = ROOT / uri.replace(".md", ".ipynb")
