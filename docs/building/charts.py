@@ -208,11 +208,9 @@ def overhead() -> str:
 
 def input_rates(kind: str) -> str:
     """Records per second of a format, by reader."""
-    rows = [row for row in table("input", f"### {kind}") if "in order" not in row["arm"]]
-    return bars(
-        f"records/s, {kind}, shuffled",
-        [(row["arm"], (rate := number(row["records/s, median"])), f"{rate:,.0f}/s", OURS if "spmd" in row["arm"] else OTHER) for row in rows],
-    )
+    rows = [(row["arm"], number(row["records/s, median"])) for row in table("input", f"### {kind}") if "in order" not in row["arm"]]
+    words = [(reader, rate, f"{rate:,.0f}/s", OURS if "spmd" in reader else OTHER) for reader, rate in rows]
+    return bars(f"records/s, {kind}, shuffled", words)
 
 
 def processes() -> str:

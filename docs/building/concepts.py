@@ -185,7 +185,7 @@ def decision_tree() -> str:
         parts.append(f'<rect x="0.5" y="{y}" width="156" height="{high}" rx="7" fill="var(--soft)" stroke="var(--line)"/>')
         for at, line in enumerate(lines):
             parts.append(caption(9, y + high / 2 - 8 * len(lines) + 12 + 16 * at, line))
-        parts.append(_arrow(157, y + high / 2, left - 6, y + high / 2))
+        parts.append(arrow(157, y + high / 2, left - 6, y + high / 2))
         parts += [caption(163, y + high / 2 - 5, "yes")] * (number < len(TREE) - 1)
         at = y + (high - right) / 2
         for condition, layout in answers:
@@ -199,12 +199,13 @@ def decision_tree() -> str:
             at += 22
         y += high
         if number < len(TREE) - 1:
-            parts += [_arrow(78, y + 1, 78, y + 20), caption(86, y + 15, "no")]
+            parts += [arrow(78, y + 1, 78, y + 20), caption(86, y + 15, "no")]
             y += 22
     return svg(y + 3, parts, "which layout to use: a tree of questions that ends in shipped layouts", width=NARROW)
 
 
-def _arrow(x0: float, y0: float, x1: float, y1: float) -> str:
+def arrow(x0: float, y0: float, x1: float, y1: float) -> str:
+    """A horizontal or vertical line with a head."""
     head = "l-6 -4v8z" if y0 == y1 else "l-4 -6h8z"
     return f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="currentColor"/><path d="M{x1:.1f} {y1:.1f}{head}" fill="currentColor"/>'
 
@@ -247,7 +248,7 @@ def flow(boxes, label: str, regions=()) -> str:
         parts.append(f'<rect {shape} fill="var(--{colour})" fill-opacity="0.22" stroke="var(--{colour})"/>')
         parts += [heading(28, top + 16, title), f'<g opacity="0.8">{caption(28, top + 32, place)}</g>']
         if number < len(boxes) - 1:
-            parts.append(_arrow(NARROW / 2, top + 41, NARROW / 2, tops[number + 1] - 1))
+            parts.append(arrow(NARROW / 2, top + 41, NARROW / 2, tops[number + 1] - 1))
     if not regions:
         return svg(y - 12, parts, label, width=NARROW)
     y += 8

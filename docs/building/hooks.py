@@ -150,7 +150,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Put the outputs of notebooks into their pages, their pictures into the gallery, and the lists of the cookbook's index into columns."""
+    """Put the outputs of notebooks into their pages, their pictures into the gallery, and the cookbook's index into columns."""
     uri = page.file.src_uri
     if uri == "notebooks.md":
         return _NOTEBOOK.sub(lambda match: f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}', html)
@@ -185,7 +185,7 @@ def on_post_page(output, page, config):
 
 
 def on_post_build(config):
-    """Remove what no page loads; fail if a page makes a browser load something from another server; links that a reader may click are fine."""
+    """Remove what no page loads; fail if a page makes a browser load something from another server, unless a reader clicks."""
     site = Path(config["site_dir"])
     for path in (*site.glob("assets/**/*.map"), *(site / "pictures").glob("*.svg")):  # pictures are in their pages
         path.unlink()

@@ -96,5 +96,9 @@ def test_the_site_is_small_and_has_what_pages_load(site):
     files = [path for path in site.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < LIMIT
     assert not [path.name for path in files if path.suffix == ".map"]
-    loaded = {name for path in site.glob("*.html") for name in re.findall(r'(?:src|href)="([^":#?]+\.(?:js|css|svg|png))"', path.read_text("utf-8"))}
+    loaded = {
+        name
+        for path in site.glob("*.html")
+        for name in re.findall(r'(?:src|href)="([^":#?]+\.(?:js|css|svg|png))"', path.read_text("utf-8"))
+    }
     assert loaded and not [name for name in loaded if not (site / name).is_file()]
