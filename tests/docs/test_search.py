@@ -101,4 +101,4 @@ def test_the_site_is_small_and_has_what_pages_load(site):
         for path in site.glob("*.html")
         for name in re.findall(r'(?:src|href)="([^":#?]+\.(?:js|css|svg|png))"', path.read_text("utf-8"))
     }
-    assert loaded and not [name for name in loaded if not (site / name).is_file()]
+    assert loaded and not [name for name in loaded if not (site / name.lstrip("/")).is_file()]
