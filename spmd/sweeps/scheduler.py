@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api import Result, about_run
+from spmd.api import Result
 from spmd.data.work_assignment import Position
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
@@ -237,7 +237,7 @@ class SweepRunner:
             return
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
-        about = about_run(result.trainer, data)
+        about = result.trainer.about(data)
         more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": None}
         unfinished = place.with_name(f".{place.name}")
         if is_writer() and unfinished.exists():
