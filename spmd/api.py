@@ -489,10 +489,11 @@ def _outputs(
         # earlier records with a later step belong to the interrupted run
         more = {"changed": changes} if changes else {}
         write_record(loggers, {"step": step, "event": "resumed", **more, **({"source": source} if source else {})})
-        text = f"resumed step {step} from {source}" if source else f"resumed from step {step}"
-        display.say(f"{text}{''.join(f'; {change}' for change in changes)}")
-        if source and isinstance(display, NoProgress):
-            logging.getLogger("spmd").warning(text)
+        text = f"resumed step {step} from {source}" if source else f"resumed from step {step} of {None if store is None else store.folder}"
+        line = f"{text}{''.join(f'; {change}' for change in changes)}"
+        display.say(line)
+        if isinstance(display, NoProgress):
+            logging.getLogger("spmd").warning(line)
     elif began_before and store is not None:
         logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
     for line in [*lines, *trainer.notes(), *([room] if room else [])]:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,8 +138,10 @@ class Progress:
         raise NotImplementedError  # abstract: only subclasses are made
 
     def say(self, text: str) -> None:
-        """Print text that stays, wrapped between words."""
-        self._console.print(text, markup=False, highlight=False)
+        """Print text that stays, wrapped between words; a longer word than the terminal, such as a path, is not split."""
+        between_words = {"break_long_words": False, "break_on_hyphens": False}
+        lines = (textwrap.fill(line, self._console.width, **between_words) for line in text.split("\n"))
+        self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
