@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -108,6 +109,11 @@ def start(
     return start_point
 
 
+def _wrappers(options: Mapping[str, Any]) -> set[str]:
+    """The optimizer's wrappers whose options are among these, as in `skip_spikes(sigmas)`."""
+    return {name.partition("(")[0] for name in options if "(" in name}
+
+
 def _restore(
     store: CheckpointStore,
     trainer: Trainer,
@@ -142,7 +148,9 @@ def _restore(
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
     raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
     new_options = {"mesh": meta["mesh"], **meta["options"]}
+    rewrapped = _wrappers(options) ^ _wrappers(new_options)  # of which a line says that they are new, or gone
     names = [name for name in {**options, **new_options} if options.get(name) != new_options.get(name)]
+    names = [name for name in names if name.partition("(")[0] not in rewrapped]
     changes = [f"{name} was {options.get(name)}, is {new_options.get(name)}" for name in names]
     changes += ["the layout has changed"] if layout != meta["layout"] else []
     if is_hashed(now) and not is_hashed(data):
