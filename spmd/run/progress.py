@@ -75,11 +75,12 @@ class Progress:
         now = time.monotonic()
         self._next = now + self._period
         seconds = now - self._since - (profiling - self._profiling)
-        if seconds > 0 and samples > self._seen:
-            rate = (samples - self._seen) / seconds
-            self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
-            self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
-        self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
+        if seconds >= self._period or not self._rate:  # not over the rest of a run: many steps may have ended at once
+            if seconds > 0 and samples > self._seen:
+                rate = (samples - self._seen) / seconds
+                self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
+                self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
+            self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
         numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:
