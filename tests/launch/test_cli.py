@@ -135,6 +135,7 @@ def test_check_for_512_absent_devices(spmd_command):
     assert spmd_command("layouts check fsdp_tensor_parallel --model models:mlp --mesh data=64,model=8") == (0, CHECKED, "")
 
 
+@pytest.mark.system
 def test_check_uses_no_device(tmp_path):
     (tmp_path / "models.py").write_text(MODELS)
     words = ["layouts", "check", "fsdp", "--model", "models:huge", "--mesh", "data=1024"]
