@@ -140,9 +140,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print text that stays, wrapped between words; a longer word than the terminal, such as a path, is not split."""
-        between_words = {"break_long_words": False, "break_on_hyphens": False}
-        lines = (textwrap.fill(line, self._console.width, **between_words) for line in text.split("\n"))
-        self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        wrapper = textwrap.TextWrapper(self._console.width, break_long_words=False, break_on_hyphens=False)
+        self._console.print("\n".join(map(wrapper.fill, text.split("\n"))), markup=False, highlight=False, soft_wrap=True)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
