@@ -4,6 +4,7 @@ import contextlib
 import html
 import io
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,11 +76,12 @@ class Progress:
         now = time.monotonic()
         self._next = now + self._period
         seconds = now - self._since - (profiling - self._profiling)
-        if seconds > 0 and samples > self._seen:
-            rate = (samples - self._seen) / seconds
-            self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
-            self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
-        self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
+        if seconds >= self._period or not self._rate:  # not over the rest of a run: many steps may have ended at once
+            if seconds > 0 and samples > self._seen:
+                rate = (samples - self._seen) / seconds
+                self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
+                self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
+            self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
         numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:
@@ -138,8 +140,9 @@ class Progress:
         raise NotImplementedError  # abstract: only subclasses are made
 
     def say(self, text: str) -> None:
-        """Print text that stays, wrapped between words."""
-        self._console.print(text, markup=False, highlight=False)
+        """Print text that stays, wrapped between words; a longer word than the terminal, such as a path, is not split."""
+        wrapper = textwrap.TextWrapper(self._console.width, break_long_words=False, break_on_hyphens=False)
+        self._console.print("\n".join(map(wrapper.fill, text.split("\n"))), markup=False, highlight=False, soft_wrap=True)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
