@@ -582,7 +582,9 @@ def test_notes_say_what_owners_do_not_compute(rule, wanted):
 
     optimizer = optax.GradientTransformation(lambda params: jnp.float32(3), update)
     placed = trainer_of(optimizer, "fsdp", "owner").placed
-    assert owner_notes(placed.optimizer, placed.abstract_state, placed.resolved, placed.mesh) == wanted
+    assert (
+        owner_notes(placed.given_optimizer, placed.abstract_state.params, placed.abstract_state.opt, placed.resolved, placed.mesh) == wanted
+    )
 
 
 # collectives of compiled programs -------------------------------------------------------------------------------------
