@@ -20,6 +20,14 @@
 # From a folder as models are published, to samples, to a folder that other tools read. The model here is tiny (64,000 parameters, two
 # layers of the kind that Llama has) and has read a few sentences about animals. It shall learn to answer questions. On a machine with
 # GPUs, leave out `simulate_devices`, and name the folder of a real model: nothing else changes.
+#
+# The tiny model's folder is in a checkout of the repository. If you have downloaded this notebook alone, first save its five files (135 KB)
+# in a folder `animals` beside the notebook:
+# [config.json](../tests/pretrained/fixtures/finetune/config.json),
+# [generation_config.json](../tests/pretrained/fixtures/finetune/generation_config.json),
+# [model.safetensors](../tests/pretrained/fixtures/finetune/model.safetensors),
+# [tokenizer.json](../tests/pretrained/fixtures/finetune/tokenizer.json),
+# [tokenizer_config.json](../tests/pretrained/fixtures/finetune/tokenizer_config.json).
 
 # %%
 import json
@@ -31,7 +39,8 @@ import optax
 import spmd
 
 spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
-folder = Path(spmd.__file__).parents[1] / "tests" / "pretrained" / "fixtures" / "finetune"
+checkout = Path(spmd.__file__).parents[1] / "tests" / "pretrained" / "fixtures" / "finetune"
+folder = checkout if checkout.is_dir() else Path("animals")
 work = Path(tempfile.mkdtemp())
 
 # %% [markdown]

@@ -14,7 +14,7 @@ import jax
 
 from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
-from spmd.data.sources import Source, as_source, bind_rows, is_arrays
+from spmd.data.sources import as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import check_source
 from spmd.distributed.consistency import check_consistency
 from spmd.distributed.exit_codes import TERMINATED
@@ -56,7 +56,6 @@ from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
 from spmd.train.weight_average import average_of
-from spmd.train.wrapped_optimizer import options_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
 from spmd.user_paths import wrap_os_errors
@@ -300,7 +299,7 @@ def fit(
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     traced_steps = range(0) if traced is None else range(traced.begin + 1, traced.end + 1)
     check_watch(watched, program, traced_steps, recorded=bool(outputs) or config is not None)
-    meta = about_run(trainer, reader, program)
+    meta = trainer.about(reader, program)
     facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
     facts |= {"profile": None if traced is None else traced.steps, "watch": watched}
     _check_processes_agree(program, hooks, facts)
@@ -377,24 +376,6 @@ def work_of(program: Program) -> Work:
         return PeakSeconds(min(model, executed or model) / a_row, executed / a_row)
 
     return Work(tokens_per_row(program), functools.partial(measure, target) if target else None)
-
-
-def about_run(trainer: Trainer, reader: Source, program: Program | None = None) -> dict[str, Any]:
-    """The description of the run in its checkpoints, besides the arrays and the position."""
-    config = trainer.placed.config
-    chosen = {"accumulated gradients of stacks": program.accumulated, "parameters gathered by layer": program.by_layer} if program else {}
-    return {
-        "data": {**reader.fingerprint(), "seed": config.seed},
-        "layout": trainer.layout.to_toml(),
-        "mesh": str(MeshSpec.parse(trainer.mesh)),
-        "options": {
-            "precision": config.precision,
-            "accumulate": config.accumulate,
-            **{name: value for name, value in chosen.items() if value},
-            **options_of(trainer.placed.optimizer),
-        },
-        "storage": trainer.packing,
-    }
 
 
 def _check_processes_agree(program: Program, hooks: list[Callback], options: Mapping[str, Any]) -> None:
@@ -508,10 +489,11 @@ def _outputs(
         # earlier records with a later step belong to the interrupted run
         more = {"changed": changes} if changes else {}
         write_record(loggers, {"step": step, "event": "resumed", **more, **({"source": source} if source else {})})
-        text = f"resumed step {step} from {source}" if source else f"resumed from step {step}"
-        display.say(f"{text}{''.join(f'; {change}' for change in changes)}")
-        if source and isinstance(display, NoProgress):
-            logging.getLogger("spmd").warning(text)
+        text = f"resumed step {step} from {source}" if source else f"resumed from step {step} of {None if store is None else store.folder}"
+        line = f"{text}{''.join(f'; {change}' for change in changes)}"
+        display.say(line)
+        if isinstance(display, NoProgress):
+            logging.getLogger("spmd").warning(line)
     elif began_before and store is not None:
         logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
     for line in [*lines, *trainer.notes(), *([room] if room else [])]:

@@ -45,6 +45,7 @@ from spmd.deprecated import moved
 
 SHOWN = 100  # problems listed in full: more than that usually share one cause
 LINE, TEXT = 1000, 40_000  # the most characters in one line of an error, and in the entire text
+FIX = re.compile("^( *)(fix: .*)$", re.MULTILINE)
 VALUE = 160  # the most characters of a value in an error
 
 
@@ -78,6 +79,13 @@ class SpmdError(Exception):
         self.path, self.rule, self.line, self.kind = (where.pop(name, None) for name in ("path", "rule", "line", "kind"))
         if where:
             raise TypeError(f"an error has no field {', '.join(where)}")
+
+    def _render_traceback_(self) -> list[str]:
+        """Lines that IPython shows instead of its traceback: the same, with fixes in bold where it has colours."""
+        shell: Any = sys.modules["IPython"].get_ipython()
+        lines = shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__)
+        coloured = any("\033[" in line for line in lines)
+        return [FIX.sub("\\1\033[1m\\2\033[0m", line) for line in lines] if coloured else lines
 
 
 class MeshError(SpmdError):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from spmd.data.work_assignment import Position
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
+from spmd.run.checkpoint_reader import data_changes, is_hashed, saved_position
 from spmd.run.config import StartPoint
 from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
@@ -107,6 +109,11 @@ def start(
     return start_point
 
 
+def _wrappers(options: Mapping[str, Any]) -> set[str]:
+    """The optimizer's wrappers whose options are among these, as in `skip_spikes(sigmas)`."""
+    return {name.partition("(")[0] for name in options if "(" in name}
+
+
 def _restore(
     store: CheckpointStore,
     trainer: Trainer,
@@ -128,22 +135,27 @@ def _restore(
         return None
     saved = store.meta(step) if in_memory is None else in_memory.meta
     with store.naming_errors(step):
-        position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
-        data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
+        layout, callbacks, options = saved["layout"], saved.get("callbacks", []), {"mesh": saved["mesh"], **saved["options"]}
         owes, evaluated = (saved.get(name) is True for name in ("owes_evaluation", "evaluated"))
         account.resume(saved.get("pace"))
     now = meta["data"]
-    hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
-    unhashed = [] if hashed else [name for name in now if name.startswith("contents")]
-    different = [name for name in dict.fromkeys([*data, *now]) if name not in unhashed and data.get(name) != now.get(name)]
-    problems = {name: Problem(name, [f"saved {data.get(name)!r}, now {now.get(name)!r}"]) for name in different}
+    alone = "position" not in saved  # a state that `Trainer.save` got
+    if alone and changed_data:
+        position, data = Position(), now
+    else:
+        position, data = saved_position(saved, step, store, f'or  resume="{CHANGED_DATA}"  to begin with the first epoch of the data.')
+    problems = data_changes(data, now)
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
     raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
     new_options = {"mesh": meta["mesh"], **meta["options"]}
+    rewrapped = _wrappers(options) ^ _wrappers(new_options)  # of which a line says that they are new, or gone
     names = [name for name in {**options, **new_options} if options.get(name) != new_options.get(name)]
+    names = [name for name in names if name.partition("(")[0] not in rewrapped]
     changes = [f"{name} was {options.get(name)}, is {new_options.get(name)}" for name in names]
     changes += ["the layout has changed"] if layout != meta["layout"] else []
-    changes += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unhashed else []
+    if is_hashed(now) and not is_hashed(data):
+        changes.append("the checkpoint has no hash of its data, so the contents of the data were not compared")
+    changes += ["the checkpoint does not say where in its data the loop was: its first epoch begins"] if alone else []
     trainer.placed.release()  # so that the restored state finds their memory free
     state, comm_changes = trainer.load(store, step) if in_memory is None else (in_memory.build(), [])
     if changed_data:

@@ -19,18 +19,19 @@ from spmd.data.retries import read_epoch
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches
 from spmd.distributed import uneven_batches, watchdog
-from spmd.errors import CheckpointError, DataError, OptionError, check_integer, did_you_mean, short_repr
+from spmd.errors import CheckpointError, DataError, OptionError, check_integer, did_you_mean, raise_problems, short_repr
 from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
 from spmd.layout.toml_reader import loads
-from spmd.mesh import make_mesh, outside_of_mesh
+from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, saved_position
+from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
 from spmd.sync.notes import notes as exchange_notes, server_notes
@@ -42,17 +43,21 @@ from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, replicated_moments
+from spmd.train.wrapped_optimizer import options_of
 from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What `Trainer.steps` yields after each update: its number, its metrics as floats, and the state after it."""
+    """What `Trainer.steps` yields after each update: its number, its metrics, and the state after it; and for `Trainer.save`, the position
+    in the data, and the data."""
 
     step: int
-    metrics: dict[str, float]
+    metrics: Mapping[str, float]
     state: State
+    position: Position = dataclasses.field(default_factory=Position, repr=False)
+    source: Source | None = dataclasses.field(default=None, repr=False)
 
 
 class Metrics(Mapping[str, float]):
@@ -131,6 +136,7 @@ class Trainer:
         self._placer: Placer | None = None
         self._evaluations: dict[Any, tuple[Program, Placer]] = {}  # by the kind of batch
         self._in_flight: collections.deque[Metrics] = collections.deque()
+        self._checkpoints = LoopCheckpoints()
         self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)  # the newest state, if it is still there, and its step
 
     @property
@@ -172,7 +178,7 @@ class Trainer:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
         state = dataclasses.replace(placed.abstract_state, opt=inner_state(placed.abstract_state.opt))
-        unsharded, moments = replicated_moments(state, self.resolved), jax.tree.leaves(state.opt)
+        unsharded, moments = replicated_moments(state, placed.optimized), jax.tree.leaves(state.opt)
         if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
             names = ", ".join(unsharded[:3])
             lines.append(f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {names}, ...")
@@ -213,7 +219,7 @@ class Trainer:
 
     @outside_of_mesh()
     def restore(self, checkpoint: str | Path | Checkpoint, *, step: int | str = "latest", only: str | None = None) -> State:
-        """The state of a checkpoint that `fit` wrote, laid out for this trainer's mesh and layout. Nothing in the folder is changed.
+        """The state of a checkpoint of `fit` or `save`, laid out for this trainer's mesh and layout. Nothing in the folder is changed.
 
         Args:
           checkpoint: the run's folder.
@@ -244,7 +250,70 @@ class Trainer:
         state, warnings = self.load(reader, chosen)
         for line in warnings:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
+        self._checkpoints.restored(reader.folder, chosen, state)
         return state
+
+    @outside_of_mesh()
+    def save(
+        self,
+        state: "State | StepInfo",
+        checkpoint: str | Path | Checkpoint,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Save a checkpoint of your own loop, which `restore` reads, on any mesh and layout. Every process of several calls it.
+
+        Args:
+          state: which is not consumed; or what `steps` yields: then the position in the data is saved too, for `steps(resume=...)` and
+            `fit(resume=True)`. A state alone does not say where in its data a loop is: its `step` must be enough to find out.
+          checkpoint: a folder, or a `Checkpoint`, of which `keep`, `best` and `mode` are used.
+          metrics: values of an evaluation of this state, for `Checkpoint(best=...)`.
+          wait: until the checkpoint is complete on disk, and release the folder. False: return as soon as a step may consume the state;
+            the next save waits, and raises if this one failed. End a loop with a save that waits, which may be of the same step.
+
+        Raises:
+          CheckpointError: the folder holds another run, that this trainer did not restore, or a step that is not before this one; or this
+            checkpoint, or the previous one, cannot be written.
+          OptionError: `Checkpoint(best=...)` without that metric, or an option that only `fit` has.
+
+        Example:
+          for info in trainer.steps(data, batch_size=128, epochs=3, resume="runs/loop"):
+              if info.step % 500 == 0:
+                  trainer.save(info, "runs/loop", wait=False)
+          trainer.save(info, "runs/loop")
+        """
+        info, state = (state, state.state) if isinstance(state, StepInfo) else (None, state)
+        config = as_checkpoint(checkpoint)
+        if config is None:
+            raise CheckpointError("checkpoint=None: there is no folder to save in.")
+        check_alive(state)
+        source = None if info is None else info.source
+        meta = self.about(source, self._program)
+        if info is not None and source is not None:
+            ended = info.position.batch == source.steps_per_epoch
+            position = Position(info.position.epoch + 1) if ended else info.position
+            meta |= {"position": dataclasses.asdict(position), "callbacks": [], "pace": None}
+        self._checkpoints.save(config, state, int(state.step), meta, metrics or {}, wait=wait)
+
+    def about(self, source: Source | None, program: Program | None = None) -> dict[str, Any]:
+        """The description of a run in its checkpoints, besides the arrays and the position; without `data` if there is no source."""
+        config = self._placed.config
+        chosen = {}
+        if program is not None:
+            chosen = {"accumulated gradients of stacks": program.accumulated, "parameters gathered by layer": program.by_layer}
+        return {
+            **({} if source is None else {"data": {**source.fingerprint(), "seed": config.seed}}),
+            "layout": self.layout.to_toml(),
+            "mesh": str(MeshSpec.parse(self.mesh)),
+            "options": {
+                "precision": config.precision,
+                "accumulate": config.accumulate,
+                **{name: value for name, value in chosen.items() if value},
+                **options_of(self._placed.given_optimizer),
+            },
+            "storage": self.packing,
+        }
 
     @outside_of_mesh()
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
@@ -350,7 +419,14 @@ class Trainer:
         return self._last[1] if state is self._last[0]() else int(state.step)
 
     def steps(
-        self, data: Any, *, batch_size: int | None = None, epochs: int = 1, state: State | None = None, shuffle: bool | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        state: State | None = None,
+        shuffle: bool | None = None,
+        resume: str | Path | Checkpoint | None = None,
     ) -> Iterator[StepInfo]:
         """Train over `data`, yielding after every update; the loop's body is yours.
 
@@ -360,9 +436,13 @@ class Trainer:
           epochs: passes over the data.
           state: to train from; it is consumed. None: a new one.
           shuffle: as for `fit`.
+          resume: a folder: begin with the newest checkpoint in it, at its position in the data, if there is one yet.
 
         Returns:
-          An iterator of the number of the step, its metrics, which wait for the device when they are read, and the state.
+          An iterator of the number of the step, its metrics, which wait for the device when they are read, and the state. `save` saves it.
+
+        Raises:
+          CheckpointError: the checkpoint to resume from does not fit, is of other data, or has no position in the data.
 
         Example:
           for info in trainer.steps(data, batch_size=128, epochs=3):
@@ -372,16 +452,40 @@ class Trainer:
         reader = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed)
         check_integer(epochs, "epochs", 0)
         program, placer = bind_rows(reader, self.prepare(reader.sample()))
+        at = Position()
+        if resume is not None:
+            if state is not None:
+                raise OptionError("steps: state and resume both say where to begin.", fix="one of them.")
+            state, at = self._resumed(resume, reader)
         state = self.init() if state is None else state
         check_alive(state)
         count = int(state.step)
-        for epoch in range(epochs):
-            rounds = epoch_batches(reader, program.clock, Position(epoch), count, pad=program.pad_training)
+        while (epoch := at.epoch) < epochs:
+            rounds = epoch_batches(reader, program.clock, at, count, pad=program.pad_training)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
                 for batch in uneven_batches.require_equal_counts(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
                     state, metrics = self.step(state, batch)
                     count += 1
-                    yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
+                    at.advance(batch.has_rows)
+                    at.reader = batch.position
+                    yield StepInfo(count, metrics, state, dataclasses.replace(at), reader)
+            at = Position(epoch + 1)
+
+    def _resumed(self, folder: str | Path | Checkpoint, source: Source) -> tuple[State | None, Position]:
+        """The state of the newest checkpoint, if there is one yet, and its position in the data."""
+        config = as_checkpoint(folder)
+        reader = None if config is None else CheckpointReader(config.path)
+        if config is None or reader is None or reader.latest() is None:
+            return None, Position()
+        state = self.restore(config)
+        step = int(state.step)
+        fix = "or  steps(data, state=trainer.restore(folder))  to begin with the first epoch of the data."
+        position, data = saved_position(reader.meta(step), step, reader, fix)
+        problems = data_changes(data, {**source.fingerprint(), "seed": self._placed.config.seed})
+        fix = "use the data that the loop began with, or  steps(data, state=trainer.restore(folder))  to begin on these."
+        headline = f"the loop in {reader.folder} cannot be resumed: its data is not the same"
+        raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
+        return state, position
 
     @outside_of_mesh()
     def averaged(self, state: State) -> State:
@@ -476,13 +580,15 @@ class Trainer:
           A tree of arrays [rows, ...], as the model returns it.
 
         Raises:
-          OptionError: no step was prepared yet, so the batch size is not known.
+          OptionError: the batch size is not known: there was no step and no evaluation yet, and no `prepare`.
           DataError: the model fails on inputs of these shapes.
         """
         check_alive(state)
-        if self._program is None:
-            raise OptionError("predict() before the first batch: the batch size is not known.", fix="trainer.prepare(batch) first.")
-        program, data = self._program, self.resolved.data_axes
+        program = self._program or next((program for program, _ in reversed(self._evaluations.values())), None)
+        if program is None:
+            fix = "trainer.prepare(batch) first, with arrays like a batch of training, or with their shapes."
+            raise OptionError("predict() before the first batch: the batch size is not known.", fix=fix)
+        data = self.resolved.data_axes
         inputs = as_arrays(inputs, "the inputs")
         rows = check_leaves(inputs, "the inputs")
         if rows == 0:

@@ -144,7 +144,7 @@ def test_the_rule_would_notice():
 
 def test_nothing_private_of_jax():
     files = [name for name, path in FILES.items() if "jax._src" in path.read_text(encoding="utf-8")]
-    assert files == ["distributed/coordination.py", "planner/cudnn.py"], (
+    assert files == ["distributed/coordination.py", "planner/gpu_kernels.py"], (
         f"jax._src in {files}; the coordination service and the lowering of cuDNN's attention have no other face, and are used there only"
     )
 

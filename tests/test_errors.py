@@ -416,6 +416,18 @@ def test_loss_raises(golden):
     golden("loss_raises", error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[1]).mean()))
 
 
+def test_loss_reads_a_missing_key(golden):
+    rows = {"image": X, "label": Y, "more": {"weight": Y}}
+    golden(
+        "loss_reads_a_missing_key",
+        error_text(errors.LossError, fit, data=rows, loss=lambda model, batch: model(batch["image"]) + batch["lable"]),
+    )
+    nested = error_text(errors.LossError, fit, data=rows, loss=lambda model, batch: model(batch["image"]) + batch["more"]["wieght"])
+    assert "the key 'wieght'" in nested and nested.endswith('fix: did you mean "weight"?')
+    inside = error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[0]) + {"label": 1}["lable"])
+    assert "KeyError: 'lable'" in inside  # of a dict that is not the batch's
+
+
 def test_loss_of_wrong_type(golden):
     golden("loss_of_wrong_type", error_text(errors.LossError, fit, loss="mse"))
 

@@ -172,8 +172,9 @@ def test_every_key_of_a_layout_is_shown():
 )
 def test_drawings_show_where_no_file_is_asked_for(draw, tmp_path):
     picture = draw()
-    png, size = picture._repr_png_()
-    assert png.startswith(b"\x89PNG") and size["width"] > size["height"] > 100 and "dots" in repr(picture)
+    shown = picture._repr_html_()
+    assert picture.png().startswith(b"\x89PNG") and "dots" in repr(picture)
+    assert shown.count("<svg") == 1 and "currentColor" in shown and "#000000" not in shown and "prefers-color-scheme" not in shown
     assert draw(tmp_path / "new" / "drawn.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in picture.save(tmp_path / "drawn.svg").read_text(encoding="utf-8")
 

@@ -92,3 +92,24 @@ def test_script_ends_in_a_short_traceback(tmp_path):
     assert done.returncode == 1 and lines[0] == "Traceback (most recent call last):"
     assert lines[-2:] == ['spmd.errors.LayoutError: no layout "fdsp" is shipped, and no such file exists.', '    fix: did you mean "fsdp"?']
     assert [line.rpartition("in ")[2] for line in lines if line.startswith("  File")] == ["<module>", "main"]
+
+
+CELL = """
+import contextlib, io
+from IPython.core.interactiveshell import InteractiveShell
+for colors in ("linux", "nocolor"):
+    shell, shown = InteractiveShell.instance(), io.StringIO()
+    shell.colors = colors
+    with contextlib.redirect_stdout(shown):
+        shell.run_cell("import spmd; spmd.Layout.load('fdsp')")
+    print(repr(shown.getvalue()))
+"""
+
+
+def test_a_cell_shows_the_fix_in_bold():
+    """IPython's own traceback; without its colours there are none in the fix."""
+    pytest.importorskip("IPython")
+    done = subprocess.run([sys.executable, "-c", CELL], capture_output=True, text=True, check=True)
+    coloured, plain = done.stdout.splitlines()
+    assert r"no such file exists.\n    \x1b[1mfix: did you mean" in coloured
+    assert r"no such file exists.\n    fix: did you mean" in plain and "\\x1b[" not in plain

@@ -36,20 +36,21 @@ def number(text: str) -> float:
 
 
 def bars(title: str, rows: list[tuple[str, float, str, str]], *, mark: float | None = None) -> str:
-    """Horizontal bars: a label, a value, what is written beside the bar, and a colour of the style; `mark` is a vertical line."""
+    """Horizontal bars: a label, a value, what is written beside the bar, with its unit, and a colour; `mark` is a vertical line."""
     left = min(158, 14 + max(7 * len(label) for label, *_ in rows))
     right = NARROW - 12 - max(7 * len(text) for _, _, text, _ in rows)
-    most = max(value for _, value, _, _ in rows)
+    most = max(mark or 0.0, *(value for _, value, _, _ in rows))
+    line = 0.0 if mark is None else left + (right - left) * mark / most
     parts = [heading(0, 13, title)]
     for at, (label, value, text, colour) in enumerate(rows):
         y = 24 + 24 * at
         wide = max((right - left) * value / most, 1.5)
         parts.append(f'<g opacity="0.85">{caption(left - 6, y + 13, label, "end")}</g>')
         parts.append(box(left, y, wide, 17, colour, f"{label}: {text}"))
-        parts.append(caption(left + wide + 5, y + 13, text))
+        crossed = left + wide < line < left + wide + 12 + 7 * len(text)  # the text begins after the line
+        parts.append(caption((line if crossed else left + wide) + 5, y + 13, text))
     if mark is not None:
-        x = left + (right - left) * mark / most
-        parts.append(f'<path d="M{x:.1f} 20V{24 + 24 * len(rows)}" stroke="currentColor" stroke-dasharray="3 3"/>')
+        parts.append(f'<path d="M{line:.1f} 20V{24 + 24 * len(rows)}" stroke="currentColor" stroke-dasharray="3 3"/>')
     return svg(26 + 24 * len(rows), parts, title, width=NARROW)
 
 
@@ -84,6 +85,11 @@ def wavefront() -> str:
                 where, wide = NARROW * begin / longest, max(NARROW * (end - begin) / longest, 0.5)
                 parts.append(box(where, top, wide, 14, colour, f"{kind}: {seconds(end - begin)}"))
         y += 74
+    for half_seconds in range(int(2 * longest) + 1):
+        x = NARROW * half_seconds / 2 / longest
+        parts.append(f'<path d="M{x:.1f} {y - 4}v6" stroke="currentColor"/>')
+        parts.append(caption(x, y + 15, f"{half_seconds / 2} s", "middle" if half_seconds else "start"))
+    y += 24
     parts += [legend(0, y + 12, "a", "computation"), legend(120, y + 12, "c", "communication")]
     return svg(y + 18, parts, "timelines of one step of eight LSTM layers: one device, data parallel, wavefront", width=NARROW)
 
@@ -197,16 +203,14 @@ def overhead() -> str:
         for row in table("step_overhead", f"### {model}", "| ratio")
         if row["ratio"] in names
     ]
-    return ratios("time of a step of fit, beside ...", rows, more_is_better=False)
+    return ratios("time of a step of fit / that of ...", rows, more_is_better=False)
 
 
 def input_rates(kind: str) -> str:
     """Records per second of a format, by reader."""
-    rows = [row for row in table("input", f"### {kind}") if "in order" not in row["arm"]]
-    return bars(
-        f"records/s, {kind}, shuffled",
-        [(row["arm"], (rate := number(row["records/s, median"])), f"{rate:,.0f}", OURS if "spmd" in row["arm"] else OTHER) for row in rows],
-    )
+    rows = [(row["arm"], number(row["records/s, median"])) for row in table("input", f"### {kind}") if "in order" not in row["arm"]]
+    words = [(reader, rate, f"{rate:,.0f}/s", OURS if "spmd" in reader else OTHER) for reader, rate in rows]
+    return bars(f"records/s, {kind}, shuffled", words)
 
 
 def processes() -> str:
@@ -217,7 +221,7 @@ def processes() -> str:
     best = {name: next((value, text) for label, value, text in drawn if label == name) for name in names}
     return bars(
         "steps/s of a CNN on 2 cores",
-        [(name, value, text, OTHER if "torch" in name else OURS) for name, (value, text) in best.items()],
+        [(name, value, f"{text}/s", OTHER if "torch" in name else OURS) for name, (value, text) in best.items()],
     )
 
 
@@ -226,7 +230,7 @@ def checkpoints() -> str:
     rows = [row for row in table("checkpoints", "### save") if not row["arm"].startswith("plain")]
     return bars(
         "seconds of a save, 0.40 GB",
-        [(row["arm"], number(row["median s"]), row["median s"], OURS if "spmd" in row["arm"] else OTHER) for row in rows],
+        [(row["arm"], number(row["median s"]), f"{row['median s']} s", OURS if "spmd" in row["arm"] else OTHER) for row in rows],
     )
 
 
@@ -249,7 +253,7 @@ def restarts() -> str:
             (
                 name,
                 number(row["s to a new step"]),
-                f"{number(row['s to a new step'])}, {row['checkpoints'].split('_')[0]}",
+                f"{number(row['s to a new step'])} s, {row['checkpoints'].split('_')[0]}",
                 kinds[row["checkpoints"]],
             )
             for name, row in drawn

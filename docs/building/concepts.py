@@ -76,7 +76,7 @@ def model_for(layout: str) -> tuple[type, str, dict]:
         path = "conv/kernel" if layout == "spatial" else "dense/kernel"
         return Images, path, {"image": jax.ShapeDtypeStruct((8, 16, 16, 3), "float32")}
     batch = {"tokens": jax.ShapeDtypeStruct((16, 64), "int32")}
-    stacked = "pipeline" in layout
+    stacked = "pipeline" in layout or layout == "transformer_parallel"
     return (Deep, "blocks/layers/up/kernel", batch) if stacked else (Dense, "up/kernel", batch)
 
 
@@ -84,7 +84,8 @@ def model_for(layout: str) -> tuple[type, str, dict]:
 def layout_picture(layout: str) -> str:
     """What each of eight devices holds under a shipped layout."""
     kind, path, batch = model_for(layout)
-    return spmd.viz.shards(lambda: kind(nnx.Rngs(0)), layout, parameter=path, batch=batch)
+    mesh = "stage=2,replica=1,data=2,context=1,model=2" if layout == "transformer_parallel" else None  # its default shards like fsdp
+    return spmd.viz.shards(lambda: kind(nnx.Rngs(0)), layout, mesh=mesh, parameter=path, batch=batch)
 
 
 def mesh() -> str:
@@ -178,13 +179,13 @@ def decision_tree() -> str:
     """Questions from top to bottom, with the layouts that they end in, which are links."""
     parts, y, left, wide = [], 2.0, 192, NARROW - 192
     for number, (question, answers) in enumerate(TREE):
-        lines = textwrap.wrap(question, 23)
+        lines = textwrap.wrap(question, 20)  # in the widest of the usual fonts
         right = sum(22 + 14 * bool(condition) for condition, _ in answers)
         high = max(16 * len(lines) + 14, right + 8)
         parts.append(f'<rect x="0.5" y="{y}" width="156" height="{high}" rx="7" fill="var(--soft)" stroke="var(--line)"/>')
         for at, line in enumerate(lines):
             parts.append(caption(9, y + high / 2 - 8 * len(lines) + 12 + 16 * at, line))
-        parts.append(_arrow(157, y + high / 2, left - 6, y + high / 2))
+        parts.append(arrow(157, y + high / 2, left - 6, y + high / 2))
         parts += [caption(163, y + high / 2 - 5, "yes")] * (number < len(TREE) - 1)
         at = y + (high - right) / 2
         for condition, layout in answers:
@@ -198,12 +199,13 @@ def decision_tree() -> str:
             at += 22
         y += high
         if number < len(TREE) - 1:
-            parts += [_arrow(78, y + 1, 78, y + 20), caption(86, y + 15, "no")]
+            parts += [arrow(78, y + 1, 78, y + 20), caption(86, y + 15, "no")]
             y += 22
     return svg(y + 3, parts, "which layout to use: a tree of questions that ends in shipped layouts", width=NARROW)
 
 
-def _arrow(x0: float, y0: float, x1: float, y1: float) -> str:
+def arrow(x0: float, y0: float, x1: float, y1: float) -> str:
+    """A horizontal or vertical line with a head."""
     head = "l-6 -4v8z" if y0 == y1 else "l-4 -6h8z"
     return f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="currentColor"/><path d="M{x1:.1f} {y1:.1f}{head}" fill="currentColor"/>'
 
@@ -246,7 +248,7 @@ def flow(boxes, label: str, regions=()) -> str:
         parts.append(f'<rect {shape} fill="var(--{colour})" fill-opacity="0.22" stroke="var(--{colour})"/>')
         parts += [heading(28, top + 16, title), f'<g opacity="0.8">{caption(28, top + 32, place)}</g>']
         if number < len(boxes) - 1:
-            parts.append(_arrow(NARROW / 2, top + 41, NARROW / 2, tops[number + 1] - 1))
+            parts.append(arrow(NARROW / 2, top + 41, NARROW / 2, tops[number + 1] - 1))
     if not regions:
         return svg(y - 12, parts, label, width=NARROW)
     y += 8

@@ -16,7 +16,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import spmd
-from docs.building import charts, concepts
+from docs.building import charts, concepts, places
 from spmd.layout.toml_reader import shipped
 from spmd.render.html import STYLE
 from spmd.viz.collectives import KINDS
@@ -33,6 +33,9 @@ COMMITTED: dict[str, Callable[[], str]] = {
     "restart": concepts.restart,
     "export": concepts.export,
     "packages": concepts.packages,
+    **{picture.__name__: picture for picture in (places.hosts, places.servers, places.trials, places.copies)},
+    "microbatches": places.microbatches,
+    "memory": places.memory,
     "schedules": charts.schedules,
     "finetuning": charts.finetuning,
     "sweep": charts.sweep,

@@ -5,6 +5,7 @@
 
 import posixpath
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -26,14 +27,15 @@ SEARCH_BOOSTS = {
     "examples/": 0.3,
     "renamed.md": 0.2,
 }  # by the beginning of a page
-UNSEARCHED = ("benchmarks/", "cookbook/index.md")  # logs, and a list of headings
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
 _HIDDEN = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _OUTSIDE = re.compile(r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""", re.IGNORECASE)
 _PICTURE = re.compile(r'<img\b(?=[^>]*\bsrc="(?:\.\./)*pictures/(\w+)\.svg")[^>]*>')
+_INDEX = "cookbook/index.md"
 _GALLERY = "<!-- every shipped layout -->"
+UNSEARCHED = ("benchmarks/", _INDEX)  # logs, and a list of headings
 _NOTEBOOK = re.compile(r'(<li><a href="notebooks/(\w+)\.html">)(.*?</a>)')
 _PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
 
@@ -148,10 +150,14 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Put the outputs of notebooks into their pages, and their pictures into the gallery."""
+    """Put the outputs of notebooks into their pages, their pictures into the gallery, and the cookbook's index into columns."""
     uri = page.file.src_uri
     if uri == "notebooks.md":
         return _NOTEBOOK.sub(lambda match: f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}', html)
+    if uri == _INDEX:
+        page.toc.items.clear()  # the pages beside it have the same names
+        text, first, lists = html.partition("<h2")
+        return f'{text}<div class="columns">{first}{lists}</div>'
     source = ROOT / uri.replace(".md", ".ipynb")
     return notebook_pages.fill(html, source) if uri.startswith("notebooks/") and source.is_file() else html
 
@@ -179,9 +185,13 @@ def on_post_page(output, page, config):
 
 
 def on_post_build(config):
-    """Fail if a page makes a browser load something from another server; links that a reader may click are fine."""
+    """Remove what no page loads; fail if a page makes a browser load something from another server, unless a reader clicks."""
+    site = Path(config["site_dir"])
+    for path in (*site.glob("assets/**/*.map"), *(site / "pictures").glob("*.svg")):  # pictures are in their pages
+        path.unlink()
+    shutil.rmtree(site / "assets/javascripts/lunr")  # search in other languages
     requests = []
-    for path in sorted(Path(config["site_dir"]).rglob("*")):
+    for path in sorted(site.rglob("*")):
         if path.suffix not in (".html", ".css"):
             continue
         text = path.read_text(encoding="utf-8")

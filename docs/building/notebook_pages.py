@@ -8,13 +8,18 @@ from pathlib import Path
 
 _DRAWING = re.compile(r'<img\b[^>]*?src="data:image/svg\+xml;base64,([^"]*)"[^>]*>')
 _PORTABLE = re.compile(r'(<svg) color="#808080"([^>]*>)(?:<style>.*?</style>)?', re.DOTALL)  # what `tools/notebooks.py` adds for Git hosts
-_STYLE = re.compile(r"<style>.*?</style>", re.DOTALL)
+_ALIGNED = re.compile(r"\S {2,}\S")  # columns, which stay below each other only if lines are not wrapped
+_GREY = re.compile(r"#808080\b")  # matplotlib's, on every ground: see notebooks/matplotlibrc
+_DECLARATION = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
+_SIZE = re.compile(r'(<svg\b[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"')
+_STYLE = re.compile(r"<style\b.*?</style>", re.DOTALL)
+LEGIBLE = 600  # units; the text of larger pictures is left out of the gallery
 THUMBNAIL = "thumbnail"  # the tag of the cell whose last picture stands in the gallery
 
 
 def _drawn(match: re.Match) -> str:
     """A drawing as part of the page, whose colour it takes."""
-    return _PORTABLE.sub(r"\1\2", base64.b64decode(match[1]).decode(), count=1)
+    return _GREY.sub("currentColor", _PORTABLE.sub(r"\1\2", base64.b64decode(match[1]).decode(), count=1))
 
 
 def _inside(text: str) -> str:
@@ -26,22 +31,35 @@ def _text(parts) -> str:
     return "".join(parts)
 
 
+def _printed(text: str) -> str:
+    """Text of a cell: prose is wrapped, columns are not."""
+    kind = "" if _ALIGNED.search(text) else ' class="prose"'
+    return f"<pre{kind}>{html.escape(text, quote=False)}</pre>"
+
+
+def _figure(svg: str) -> str:
+    """A figure of matplotlib as part of the page: its greys are the page's colour, and it is as wide as at its resolution."""
+    svg = _STYLE.sub("", _DECLARATION.sub("", svg))
+    svg = _SIZE.sub(lambda match: f'{match[1]} fill="currentColor" width="{float(match[2]) * 4 / 3:.0f}"', svg, count=1)
+    return f'<div class="figure">{_GREY.sub("currentColor", svg)}</div>'
+
+
 def shown(output: dict) -> str:
     """One output of a cell as HTML; "" if a page has no use for it.
 
     >>> shown({"output_type": "stream", "name": "stdout", "text": "1 < 2\\n"})
-    '<pre>1 &lt; 2</pre>'
+    '<pre class="prose">1 &lt; 2</pre>'
     """
     if output["output_type"] == "stream":
-        return f"<pre>{html.escape(_text(output['text']).rstrip(), quote=False)}</pre>"
+        return _printed(_text(output["text"]).rstrip())
     data = {kind: _text(parts) for kind, parts in output.get("data", {}).items()}
     if "text/html" in data:
         return _inside(data["text/html"])
-    for kind in ("image/svg+xml", "image/png"):
-        if kind in data:
-            encoded = base64.b64encode(data[kind].encode()).decode() if kind == "image/svg+xml" else data[kind].replace("\n", "")
-            return f'<img alt="" src="data:{kind};base64,{encoded}">'
-    return f"<pre>{html.escape(data.get('text/plain', ''), quote=False)}</pre>"
+    if "image/svg+xml" in data:
+        return _figure(data["image/svg+xml"])
+    if "image/png" in data:
+        return f'<img alt="" src="data:image/png;base64,{data["image/png"].replace(chr(10), "")}">'
+    return _printed(data.get("text/plain", ""))
 
 
 def cells(path: Path) -> list[dict]:
@@ -93,5 +111,7 @@ def thumbnail(path: Path) -> str:
             shows = " ".join(map(shown, cell["outputs"]))
             pictures = re.findall(r"<svg\b.*?</svg>|<img\b[^>]*>", shows, re.DOTALL)
             if pictures:
-                return f'<span class="spmd-cell">{"".join(_STYLE.findall(shows)[:1])}{pictures[-1]}</span>'
+                width = re.search(r'viewBox="\S+ \S+ ([\d.]+)', pictures[-1])
+                kind = "spmd-cell large" if width and float(width[1]) > LEGIBLE else "spmd-cell"
+                return f'<span class="{kind}">{"".join(_STYLE.findall(shows)[:1])}{pictures[-1]}</span>'
     raise ValueError(f"{path.name}: no cell with the tag {THUMBNAIL!r} shows a picture")

@@ -131,10 +131,10 @@ def _add_commands(top: Any) -> None:
 
 def _list(options: argparse.Namespace) -> str:
     from spmd.layout.toml_reader import load, shipped
+    from spmd.render.html import aligned
 
     del options
-    width = max(map(len, shipped()), default=0)
-    return "\n".join(f"{name.ljust(width)}  {load(name).description}" for name in shipped())
+    return "\n".join(aligned([(name, load(name).description) for name in shipped()]))
 
 
 def _show(options: argparse.Namespace) -> str:

@@ -99,6 +99,11 @@ class OptimizerState:
     shard: str | None = None
     matrices: str = "compiler"
 
+    @property
+    def owners(self) -> bool:
+        """Whether matrices have owners."""
+        return self.matrices == "owner"
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:

@@ -21,12 +21,12 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
     return conflicts
 
 
-def optimizer_problems(optimizer: OptimizerState, gradients: Gradients) -> list[Conflict]:
+def optimizer_problems(optimizer: OptimizerState, gradients: Gradients, server: ParameterServer) -> list[Conflict]:
     """What of `[optimizer]` does not go together with servers."""
-    if optimizer.matrices == "compiler" or gradients.reduction != "parameter_server":
+    if not (optimizer.owners and gradients.reduction == "parameter_server" and server.local):
         return []
-    why = "the servers keep rows of all parameters, and they, or workers, update these on their own: no device has a matrix."
-    return [Conflict("matrices", why, '[gradients] reduction = "reduce_scatter", or "all_reduce".')]
+    why = f'[parameter_server] mode = "{server.mode}": each worker updates parameters of its own, so no two share an update.'
+    return [Conflict("matrices", why, 'leave it out, or mode = "synchronous".')]
 
 
 def _codec_problems(gradients: Gradients) -> list[Conflict]:

@@ -47,7 +47,9 @@ def notes(resolved: Resolved) -> list[str]:
     total = sum(place.nbytes for place in places)
     per_device = sum(place.bytes_per_device(mesh) for place in places)
     least = total / mesh.size
-    count = f"{len(places)} {'parameter' if not resolved.frozen else 'array'}{'s' * (len(places) != 1)}"
+    scalars = sum(math.prod(place.shape) for place in places)
+    arrays = f"{len(places)} array{'s' * (len(places) != 1)}"
+    count = arrays if resolved.frozen else f"{scalars:,} parameters in {arrays}"  # frozen ones may be codes and scales
     lines = [f"{count}, {format_bytes(total)}; {format_bytes(per_device)} on each of {mesh.size} devices"]
     if mesh.size > 1 and per_device:
         copies = per_device - least

@@ -179,7 +179,7 @@ class _Reader(Tables):
             adapters=tuple(self.adapter(*item) for item in self.items(data, "adapters")),
             compiler=self.compiler(self.table(data, "compiler")),
         )
-        self.conflicts("optimizer", optimizer_problems(layout.optimizer, layout.gradients))
+        self.conflicts("optimizer", optimizer_problems(layout.optimizer, layout.gradients, layout.parameter_server))
         return layout
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:

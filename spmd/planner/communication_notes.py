@@ -10,7 +10,7 @@ from spmd.layout.compiler import GPU
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
-from spmd.planner.cudnn import cudnn_of
+from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.sync_period import SyncPeriod
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, latency, transfer_time
@@ -74,7 +74,7 @@ def gathered_stacks(program: Program, traffic: Traffic, cluster: Cluster, least:
     changes = {"gather": "layer"} if sync.reduction.manual else {"reduction": "reduce_scatter", "gather": "layer"}
     try:
         changed = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, **changes))
-        with cudnn_of(cluster.target):
+        with gpu_of(cluster.target):
             prepare_program(placed.with_layout(placed.mesh, changed), program.sample)
     except SpmdError:  # such as a loss that reads the stack elsewhere, too; a note of the step says so
         return []

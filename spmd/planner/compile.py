@@ -23,7 +23,7 @@ import jaxlib
 from spmd.errors import CompileError, OptionError, first_line, how_to_install
 from spmd.mesh import MeshSpec
 from spmd.planner import compile_client
-from spmd.planner.cudnn import VERSION, cudnn_of
+from spmd.planner.gpu_kernels import VERSION, gpu_of
 from spmd.planner.target import Cluster, Target
 from spmd.program_cache.folder import cache_folder
 from spmd.train.compiled_step import Program
@@ -89,7 +89,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     """
     platform, compiler = compiler_of(cluster.target, cluster.nodes)
     try:
-        with cudnn_of(cluster.target):
+        with gpu_of(cluster.target):
             exported, donated = program.export(platform)
     except (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, AttributeError) as error:
         # jax.export raises all of these, for what it cannot serialize; whatever it was is in the error, with what to leave out

@@ -71,7 +71,8 @@ def array_drawing(path: str, leaf: Any) -> Html:
     spec = tuple(leaf.sharding.spec)
     label = f"{path}  " if path else ""
     label += f"{describe(leaf)}, {f'spec {spec_text(spec)}' if any(spec) else 'replicated'}: the devices that hold each shard{more}"
-    return framed(f"<p>{html.escape(label)}</p>{svg((row + 1) * height, parts, label)}")
+    drawing = svg((row + 1) * height, parts, label, width=round(columns * width) if columns * width < WIDTH / 2 else None)
+    return framed(f"<p>{html.escape(label)}</p>{drawing}")
 
 
 def device_ranges(devices: Iterable[int]) -> str:
@@ -207,7 +208,7 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
         parts.append(f"<circle {place} {shape}><title>{title}</title></circle>")
         faster = front[: front.index((x(time), y(size)))] if on_front else []
         legible = on_front and all(math.dist((x(time), y(size)), other) > 14 for other in faster)
-        parts += [caption(x(time) + 9, y(size) - 7, str(number))] * legible
+        parts += [caption(x(time) + 9, y(size) - 7, "1, the best" if number == 1 else str(number))] * legible
     parts += [legend(right + 20, 32 + 22 * number, COLOURS[number % len(COLOURS)], kind) for number, kind in enumerate(series)]
     parts.append(
         caption(

@@ -227,11 +227,12 @@ def collective_kind(op: str) -> str | None:
 
 
 def payload(instr: Instruction) -> tuple[Array, ...]:
-    """A collective's result on each device; of a start, the half of its tuple that is not its operands."""
-    if instr.op.endswith("-start") and not instr.op.startswith("all-reduce"):
-        count = len(instr.operands)
-        return instr.arrays[count : 2 * count]
-    return instr.arrays
+    """A collective's result on each device; of a start that has its operands too, the half of its tuple that is not these.
+
+    The start of an all-reduce has them from jaxlib 0.11 on.
+    """
+    count = len(instr.operands)
+    return instr.arrays[count : 2 * count] if instr.op.endswith("-start") and len(instr.arrays) > count else instr.arrays
 
 
 def groups(instr: Instruction, partitions: int) -> list[list[int]]:

@@ -18,8 +18,8 @@ from spmd.nn.schedule import Schedule
 from spmd.planner.communication_notes import crossing_notes, gathered_stacks, repeated_exchanges, small_collectives
 from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
-from spmd.planner.cudnn import cudnn_of
 from spmd.planner.flop_shares import FlopShares, flop_shares
+from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.hlo import Module, parse
 from spmd.planner.low_precision import precision_notes
 from spmd.planner.memory import Memory, memory_of
@@ -76,7 +76,7 @@ class PlanData:
     def requested_bytes(self) -> int | None:
         """Bytes that the step's own collectives send from each device, as `trainer.wire` lists them; None where XLA places all of them."""
         placed = self.program.placed
-        with cudnn_of(self.cluster.target):
+        with gpu_of(self.cluster.target):
             return self.program.wire.bytes() if placed.exchange.reduction.manual or self.schedules else None
 
     @property
@@ -124,7 +124,7 @@ def build_plan(
     Raises:
       SpmdError: as `spmd.plan`.
     """
-    with cudnn_of(cluster.target):
+    with gpu_of(cluster.target):
         program = prepare_program(placed, batch)
         model = trace_model(program)
     mesh, data_axes, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.config.precision

@@ -11,7 +11,7 @@ from spmd.layout.remat import Remat
 from spmd.layout.schema import Default
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import microbatches, remat_level, remats
-from spmd.planner.cudnn import cudnn_of
+from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.model_flops import large_products, trace_model
 from spmd.planner.plan_data import PlanData, PlanT, build_plan
 from spmd.planner.target import LARGEST, MIN_SAVING
@@ -100,7 +100,7 @@ def fuse_attention(plan: PlanData) -> _Changes:
     """Attention that is computed in parts, where all scores are stored."""
     if plan.layout.attention.implementation not in (None, "xla"):
         return
-    with cudnn_of(plan.cluster.target):
+    with gpu_of(plan.cluster.target):
         scores = large_products(plan.program, trace_model(plan.program)).scores
     if scores:
         attention = dataclasses.replace(plan.layout.attention, implementation="auto")

@@ -52,7 +52,9 @@ def _requested(plan: PlanData) -> str:
         return ""
     if requested == sent:
         return "The step's own collectives (`trainer.wire`) send exactly this."
-    added = f"adds {format_bytes(sent - requested)}" if sent > requested else f"removes or narrows {format_bytes(requested - sent)} of it"
+    added = f"adds {format_bytes(sent - requested)}" if sent > requested else f"leaves out {format_bytes(requested - sent)} of it"
+    again = any(transfer.purpose == "parameters" and transfer.kind == "all_gather" for transfer in plan.traffic.transfers)
+    added += ", such as second gathers of parameters, which it keeps for the backward pass" if again and sent < requested else ""
     return f"The step's own collectives (`trainer.wire`) ask for {requested:,} bytes; XLA {added}."
 
 

@@ -143,7 +143,7 @@ def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...
             transfer.kind + ("" if transfer.asynchronous else " (waits)") + (" (in some steps)" if transfer.conditional else ""),
             f"{', '.join(transfer.axes) or 'parts of axes'} ({transfer.group})",
             _payload(transfer.arrays),
-            f"{transfer.times}{f' in {count}' if count > 1 else ''}",
+            f"{transfer.times * count}",
             format_bytes(transfer.sent * transfer.times * count),
             transfer.where.removesuffix(f"/{transfer.kind}"),
         )

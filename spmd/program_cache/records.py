@@ -92,7 +92,8 @@ def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs from the nearest record, of several the newest; "" if there is none."""
+    """What differs from the nearest record of the same model, of several the newest; "" if there is none."""
+    records = [record for record in records if _parameters(record["facts"]) == _parameters(new["facts"])]  # scripts and notebooks have many
     if not records:
         return ""
     nearest = min(records, key=lambda record: [len(_different(record[kind], new[kind])) for kind in ("facts", "code")])
@@ -108,6 +109,10 @@ def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) ->
     if not numbers or len(numbers) > MOST_SHOWN or old.keys() != code.keys():
         return "the code of the model, the loss, the optimizer or spmd has changed"
     return _changes(numbers[::-1], old, code)
+
+
+def _parameters(facts: Mapping[str, str]) -> set[str]:
+    return {name for name in facts if name.startswith("array params/")}
 
 
 def _different(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, import_extra
+from spmd.render.html import Html, framed
 from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 DOTS = 130  # per inch
 # In an SVG, black is the colour of the text around it, or that of the viewer's theme; greys are transparent.
-ADAPTED = {"#000000": "currentColor", "#222222": "currentColor", "#555555": "currentColor", "#e4e4e4": "#88888840", "#ffffff": "#8880"}
+ADAPTED = {"#000000": "currentColor", "#222222": "currentColor", "#555555": "currentColor", "#e4e4e4": "#88888840"}
 THEME = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}text{fill:currentColor}</style>"
 
 
@@ -49,16 +50,20 @@ class Picture:
 
     def svg(self) -> str:
         """The SVG of a file: without a background, and readable on a light and on a dark page."""
+        return re.sub("(<svg[^>]*>)", rf"\1{THEME}", self._svg(), count=1)
+
+    def _svg(self) -> str:
+        """The SVG in the colour of the text around it."""
         buffer = io.StringIO()
         with import_extra("matplotlib", "examples").rc_context({"svg.fonttype": "none", "svg.hashsalt": "spmd"}):
             self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
-        text = re.sub("<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
-        text = re.sub("|".join(ADAPTED), lambda match: ADAPTED[match[0]], text)
-        return re.sub("(<svg[^>]*>)", rf"\1{THEME}", text, count=1)
+        text = re.sub("<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        text = re.sub('font-family: [^;"]*', "font-family: sans-serif", text)
+        return re.sub("|".join(ADAPTED), lambda match: ADAPTED[match[0]], text)
 
     def png(self) -> bytes:
-        """The PNG that a cell shows; its background is white, also on a dark page."""
+        """A PNG, on the background of the figure."""
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", dpi=DOTS)
         return buffer.getvalue()
@@ -67,6 +72,7 @@ class Picture:
         wide, high = (round(DOTS * inches) for inches in self.figure.get_size_inches())
         return f'Picture of {wide} x {high} dots; .save("name.png") writes it'
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        wide, high = (round(90 * inches) for inches in self.figure.get_size_inches())
-        return self.png(), {"width": wide, "height": high}
+    def _repr_html_(self) -> Html:
+        wide = round(90 * self.figure.get_size_inches()[0])
+        size = f'fill="currentColor" style="max-width:{wide}px" '
+        return framed(re.sub('(<svg )(?:(?:width|height)="[^"]*" )*', rf"\1{size}", self._svg(), count=1))

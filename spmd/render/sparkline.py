@@ -9,6 +9,7 @@ from spmd.render.svg import caption
 BARS = "▁▂▃▄▅▆▇█"
 LOG_RANGE = 30.0  # a curve that spans more than this factor is drawn on a logarithmic scale
 MOST = 240  # points of a curve; longer curves are averaged to this many
+MOST_DOTS = 30  # more are drawn smaller
 COLOURS = ("#3f74d1", "#d0692f")  # training, evaluation: they differ in lightness too, on white and on black
 
 
@@ -52,14 +53,14 @@ def gauge(value: float, capacity: float, width: int = 40) -> str:
 
 
 def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float], width: int = 420, height: int = 150) -> str:
-    """One metric over steps as SVG: a line for training, dots for evaluations; readable on white and on black."""
+    """One metric over steps as SVG: a line for training, dots for evaluations, with a legend; readable on white and on black."""
     finite = {step: value for step, value in trained.items() if math.isfinite(value)}
     line = list(zip(thinned(list(finite), MOST), thinned(list(finite.values()), MOST), strict=True))
     dots = [(step, value) for step, value in evaluated.items() if math.isfinite(value)]
     points = [*line, *dots]
     if not points:
         return f"<p>{html.escape(name)}: nothing was measured</p>"
-    steps, values = [step for step, _ in points], [value for _, value in points]
+    steps, values = [*finite, *(step for step, _ in dots)], [value for _, value in points]
     log = min(values) > 0 and max(values) > LOG_RANGE * min(values)
     scale = math.log if log else float
     low, high = scale(min(values)), scale(max(values))
@@ -71,16 +72,24 @@ def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float
         return height - 25 - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
 
     path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in line)
-    circles = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3" fill="{COLOURS[1]}"/>' for step, value in dots)
+    radius = 3 if len(dots) <= MOST_DOTS else 1.5
+    circles = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="{radius}" fill="{COLOURS[1]}"/>' for step, value in dots)
     labels = [
         caption(64, 14, name + (", logarithmic" if log else "")),
         caption(60, y(max(values)) + 4, f"{max(values):.3g}", "end"),
         caption(60, y(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
-        caption(64, height - 8, f"step {min(steps)}"),
+        caption(64, height - 8, f"{min(steps)}"),
+        caption((64 + width - 10) / 2, height - 8, "step", "middle"),
         caption(width - 10, height - 8, f"{max(steps)}", "end"),
     ]
+    if dots:
+        labels.append(f'<path d="M{width - 80} 10h0" stroke="{COLOURS[1]}" stroke-width="6" stroke-linecap="round"/>')
+        labels.append(caption(width - 10, 14, "evaluation", "end"))
+    if dots and line:
+        labels.append(f'<path d="M{width - 164} 10h14" stroke="{COLOURS[0]}" stroke-width="2"/>')
+        labels.append(caption(width - 92, 14, "training", "end"))
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" style="font:12px system-ui,sans-serif" fill="currentColor" role="img" '
-        f'aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.6"/>{circles}'
-        f"{''.join(labels)}</svg>"
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" class="small" style="font:12px system-ui,sans-serif" fill="currentColor" '
+        f'role="img" aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.6"/>'
+        f"{circles}{''.join(labels)}</svg>"
     )

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.data.work_assignment import Position
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, SpmdError, raise_problems, short_repr
+from spmd.errors import CheckpointError, Problem, SpmdError, raise_problems, short_repr
 from spmd.models.frozen import join
 from spmd.nn.layer_order import StageOrder
 from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
@@ -316,6 +317,31 @@ def check_run_folder(path: str | Path) -> None:
     if run:
         raise CheckpointError(f"{headline}, and not the folder of a run.", fix=f"{run}, which it is in.")
     raise CheckpointError(f"{headline}.")
+
+
+def saved_position(meta: Mapping[str, Any], step: int, reader: CheckpointReader, fix: str) -> tuple[Position, dict[str, Any]]:
+    """The position in the data of a checkpoint, and the description of the data.
+
+    Raises:
+      CheckpointError: `Trainer.save` got a state alone; `fix` says what else can be done.
+    """
+    if "position" not in meta:
+        why = f"the checkpoint of step {step} in {reader.folder} is a state alone, and does not say where in its data the loop was"
+        raise CheckpointError(f"{why}.", fix=f"trainer.save(info, folder), with what trainer.steps yields; {fix}")
+    with reader.naming_errors(step):
+        return Position(**meta["position"]), meta["data"]
+
+
+def data_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Problem]:
+    """Where the descriptions of two runs' data differ, by name."""
+    unhashed = () if is_hashed(saved) else tuple(name for name in now if name.startswith("contents"))
+    different = [name for name in dict.fromkeys([*saved, *now]) if name not in unhashed and saved.get(name) != now.get(name)]
+    return {name: Problem(name, [f"saved {saved.get(name)!r}, now {now.get(name)!r}"]) for name in different}
+
+
+def is_hashed(data: Mapping[str, Any]) -> bool:
+    """Whether a description of data has a hash of its contents; those in checkpoints of earlier versions have none."""
+    return any(name.startswith("contents") for name in data)
 
 
 def take(flat: Mapping[str, Any], path: str, like: Any) -> Any:

@@ -1,8 +1,10 @@
 """Live progress in a terminal or a notebook; elsewhere only on request."""
 
 import contextlib
+import html
 import io
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ WAITING_SHOWN = 0.1  # share of time
 LOG_SECONDS = 5.0  # between two lines of a log
 TICK_SECONDS = 1.0  # between two looks at the clock while something takes long
 
-PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
+PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0; white-space: pre-wrap; word-break: normal">{code}</pre>'
 
 
 class NoProgress:
@@ -74,11 +76,12 @@ class Progress:
         now = time.monotonic()
         self._next = now + self._period
         seconds = now - self._since - (profiling - self._profiling)
-        if seconds > 0 and samples > self._seen:
-            rate = (samples - self._seen) / seconds
-            self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
-            self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
-        self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
+        if seconds >= self._period or not self._rate:  # not over the rest of a run: many steps may have ended at once
+            if seconds > 0 and samples > self._seen:
+                rate = (samples - self._seen) / seconds
+                self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
+                self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
+            self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
         numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:
@@ -137,8 +140,9 @@ class Progress:
         raise NotImplementedError  # abstract: only subclasses are made
 
     def say(self, text: str) -> None:
-        """Print text that stays, wrapped between words."""
-        self._console.print(text, markup=False, highlight=False)
+        """Print text that stays, wrapped between words; a longer word than the terminal, such as a path, is not split."""
+        wrapper = textwrap.TextWrapper(self._console.width, break_long_words=False, break_on_hyphens=False)
+        self._console.print("\n".join(map(wrapper.fill, text.split("\n"))), markup=False, highlight=False, soft_wrap=True)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
@@ -246,6 +250,7 @@ class NotebookBar(Bar):
     def __init__(self, console: Any, period: float):
         super().__init__(console, period)
         self._handle: Any = None
+        self._curve = ""
         self._evaluated: dict[int, float] = {}  # losses of evaluations, by step
 
     def _begin(self) -> None:
@@ -263,11 +268,16 @@ class NotebookBar(Bar):
         self._replace({"text/plain": text})
 
     def _refresh(self) -> None:
-        """Replace the output by the bar, and a curve of the loss below it."""
+        """Replace the output by the bar, and a curve of the loss below it, which as text stands beside it."""
         self._console.print(self._bar.get_renderable())
-        html = self._console.export_html(inline_styles=False, clear=False, code_format=PRE)  # so that the page's own text colour is used
-        html += panel("loss", self._losses, self._evaluated) if len(self._losses) > 1 or self._evaluated else ""
-        self._replace({"text/plain": self._console.export_text().strip(), "text/html": html})
+        text = self._console.export_text().strip()
+        markup = PRE.format(code=html.escape(text.removesuffix(self._curve).strip()))  # no colours: those of the page are used
+        markup += panel("loss", self._losses, self._evaluated) if len(self._losses) > 1 or self._evaluated else ""
+        self._replace({"text/plain": text, "text/html": markup})
+
+    def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
+        self._curve = curve
+        super()._draw(step, parts, curve)
 
     def say(self, text: str) -> None:
         """Print a line below the bar."""

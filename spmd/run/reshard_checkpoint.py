@@ -56,7 +56,7 @@ def packing_from_meta(saved: Mapping[str, Any] | None, like: Tree) -> Packing:
         return Unpacked(like)
     if "stages" in saved:
         return StageOrder(like, saved["stages"], saved["groups"], tuple(saved["paths"]))
-    return Storage(like, saved["placement"], saved["positions"], saved["servers"])
+    return Storage(like, saved["placement"], saved["positions"], saved["servers"], saved.get("unpacks", False))
 
 
 def packing_meta(packing: Packing) -> dict[str, Any] | None:
@@ -66,7 +66,8 @@ def packing_meta(packing: Packing) -> dict[str, Any] | None:
     if isinstance(packing, StageOrder):
         return {"stages": packing.stages, "groups": packing.groups, "paths": list(packing.paths)}
     shapes = {path: describe(leaf) for path, leaf in flatten(packing.like).items() if leaf.size}
-    return {"placement": packing.placement, "servers": packing.servers, "positions": packing.positions, "parameters": shapes}
+    meta = {"placement": packing.placement, "servers": packing.servers, "positions": packing.positions, "parameters": shapes}
+    return meta | ({"unpacks": True} if packing.unpacks else {})
 
 
 def describe_packing(packing: Packing) -> str:
@@ -79,7 +80,7 @@ def describe_packing(packing: Packing) -> str:
         return "not packed for a parameter server"
     if isinstance(packing, StageOrder):
         return f"with layers in the order of a circular pipeline ({packing.stages} stages of {packing.groups} groups)"
-    numbers = f"{packing.servers} servers, {packing.positions} positions"
+    numbers = f"{packing.servers} servers, {packing.positions} positions" + (", but for the optimizer" if packing.unpacks else "")
     return f'packed for a parameter server (placement "{packing.placement}", {numbers})'
 
 
@@ -117,6 +118,7 @@ class StoredGroup:
 
     def __init__(self, packing: Packing, mesh: Mesh):
         self._packing, self._like = packing, (like := packing.like)
+        self.unpacked = isinstance(packing, Unpacked)
         # the partitioner would replicate anyway to take a parameter from another device's row, with a warning
         self._replicated = None if _has_array_per_param(packing) else NamedSharding(mesh, PartitionSpec())
         self._stored = jax.eval_shape(self._packing.pack, like)  # a tree of one leaf
@@ -142,6 +144,11 @@ def _has_array_per_param(packing: Packing) -> bool:
     return not isinstance(packing, Storage) or packing.sliced
 
 
+def _as_optimized(packing: Packing) -> Packing:
+    """How the optimizer's state is packed."""
+    return Unpacked(packing.like) if isinstance(packing, Storage) and packing.unpacks else packing
+
+
 def _groups(packing: Packing, mesh: Mesh) -> dict[str, tuple[StoredGroup, tuple[str, ...]]]:
     """The parameters in each stored array that has elements, and their paths, by the array's path."""
     leaves = {path: leaf for path, leaf in flatten(packing.like).items() if leaf.size}
@@ -162,21 +169,23 @@ def _groups(packing: Packing, mesh: Mesh) -> dict[str, tuple[StoredGroup, tuple[
 
 @dataclasses.dataclass(frozen=True)
 class _MirroredArray:
-    """An array of a state that is named after a stored one: the prefix of its path, and whether it has the same shape."""
+    """An array of a state that is named after a stored one: the prefix of its path, what is stored there, and whether it has its shape."""
 
     prefix: str
-    name: str
+    group: StoredGroup
+    params: tuple[str, ...]
     fits: bool
 
 
-def _mirrored(path: str, shape: tuple[int, ...], stored: Mapping[str, tuple[StoredGroup, Any]]) -> _MirroredArray | None:
+def _mirrored(path: str, shape: tuple[int, ...], stored: Mapping[str, tuple[StoredGroup, tuple[str, ...]]]) -> _MirroredArray | None:
     """The stored array that an array mirrors: an optimizer array belongs to the parameter whose path ends its own."""
     parts = path.split("/")
     tails = (
         (start, "/".join(parts[start:]))
         for start in {PARAMS: range(1, 2), FROZEN: range(1, 2), OPT: range(1, len(parts))}.get(parts[0], range(0))
     )
-    candidates = [_MirroredArray("/".join(parts[:start]), name, stored[name][0].shape == shape) for start, name in tails if name in stored]
+    found = [(start, *stored[name]) for start, name in tails if name in stored]
+    candidates = [_MirroredArray("/".join(parts[:start]), group, params, group.shape == shape) for start, group, params in found]
     return next((array for array in candidates if array.fits), candidates[0] if candidates else None)
 
 
@@ -194,11 +203,17 @@ class Repacking:
         self._same, self._sources, self._targets = set(wanted), {}, {}
         if not self.is_needed:
             return
-        self._old, self._new = _groups(old, mesh), _groups(new, mesh)
         self._fix = SAME_PIPELINE if {type(old), type(new)} <= {StageOrder, Unpacked} else SAME_SERVER
-        self._from_unpacked, self._to_unpacked = isinstance(old, Unpacked), isinstance(new, Unpacked)
-        before = {path: array for path, text in saved.items() if (array := _mirrored(path, parse_shape(text), self._old))}
-        after = {path: array for path, leaf in wanted.items() if (array := _mirrored(path, leaf.shape, self._new))}
+        of_opt = _as_optimized(old), _as_optimized(new)
+        pairs = {kind: of_opt if kind == OPT else (old, new) for kind in (PARAMS, FROZEN, OPT)}
+        moved = {kind: [_groups(packing, mesh) for packing in pair] for kind, pair in pairs.items() if pair[0] != pair[1]}
+
+        def mirrored(path: str, shape: tuple[int, ...], after: bool) -> _MirroredArray | None:
+            kind = path.partition("/")[0]
+            return _mirrored(path, shape, moved[kind][after]) if kind in moved else None
+
+        before = {path: array for path, text in saved.items() if (array := mirrored(path, parse_shape(text), False))}
+        after = {path: array for path, leaf in wanted.items() if (array := mirrored(path, leaf.shape, True))}
         equal = [path for path, leaf in wanted.items() if saved.get(path) == describe(leaf)]
         # counts and the like. An array that is named after a parameter but has another shape may be packed in any way.
         self._same = {path for path in equal if not wanted[path].shape or (path not in before and path not in after)}
@@ -216,8 +231,8 @@ class Repacking:
         if not self.is_needed:
             wanted = {path: describe(leaf) for path, leaf in self._wanted.items()}
             return find_mismatches(self._saved, wanted, served=isinstance(self._packings[0], Storage))
-        have = {(array.prefix, param): path for path, array in self._sources.items() for param in self._old[array.name][1]}
-        want = {(array.prefix, param): path for path, array in self._targets.items() for param in self._new[array.name][1]}
+        have = {(array.prefix, param): path for path, array in self._sources.items() for param in array.params}
+        want = {(array.prefix, param): path for path, array in self._targets.items() for param in array.params}
         pairs = {key for key in have.keys() & want.keys() if parse_dtype(self._saved[have[key]]) == str(self._wanted[want[key]].dtype)}
         lost = (self._saved.keys() - self._same - self._sources.keys()) | {path for key, path in have.items() if key not in pairs}
         lacking = (self._wanted.keys() - self._same - self._targets.keys()) | {path for key, path in want.items() if key not in pairs}
@@ -246,20 +261,21 @@ class Repacking:
 
         moved = {path: arrays.pop(path) for path in self._same}
         for prefix in dict.fromkeys(array.prefix for array in self._targets.values()):
-            targets = {array.name: path for path, array in self._targets.items() if array.prefix == prefix}
+            targets = {path: array for path, array in self._targets.items() if array.prefix == prefix}
+            placed = {
+                param: self._wanted[path].sharding for path, array in targets.items() if array.group.unpacked for param in array.params
+            }
             params: dict[str, jax.Array] = {}
-            for path, name in [(path, array.name) for path, array in self._sources.items() if array.prefix == prefix]:
-                group, paths = self._old[name]
+            for path, array in [(path, array) for path, array in self._sources.items() if array.prefix == prefix]:
                 shardings = [
-                    self._wanted[targets[param]].sharding if self._to_unpacked else sharded_over_devices(leaf.shape, self._mesh)
-                    for param, leaf in zip(paths, group.leaves, strict=True)
+                    placed.get(param, sharded_over_devices(leaf.shape, self._mesh))
+                    for param, leaf in zip(array.params, array.group.leaves, strict=True)
                 ]
-                stored = arrays.pop(path)
-                params |= zip(paths, [stored] if self._from_unpacked else run(group.unpack, shardings, stored), strict=True)
-            for name, path in targets.items():
-                group, paths = self._new[name]
-                unpacked = [params.pop(param) for param in paths]
-                moved[path] = unpacked[0] if self._to_unpacked else run(group.pack, self._wanted[path].sharding, unpacked)
+                stored, group = arrays.pop(path), array.group
+                params |= zip(array.params, [stored] if group.unpacked else run(group.unpack, shardings, stored), strict=True)
+            for path, array in targets.items():
+                unpacked = [params.pop(param) for param in array.params]
+                moved[path] = unpacked[0] if array.group.unpacked else run(array.group.pack, self._wanted[path].sharding, unpacked)
         return moved
 
 

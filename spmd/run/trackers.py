@@ -6,6 +6,7 @@ A thread per tracker talks to it, so that training waits for no server. What a k
 
 import contextlib
 import functools
+import inspect
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ from typing import Any
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import grace_seconds
-from spmd.errors import OptionError, first_line, short_repr
+from spmd.errors import OptionError, did_you_mean, first_line, short_repr
 from spmd.run.pictures import FOLDER as PICTURES
 from spmd.run.run_facts import RunFacts
 from spmd.run.signals import SIGINT_REASON
@@ -61,7 +62,12 @@ class Tracker:
       [(2, {'loss': 0.5}), 'finished']
     """
 
-    def __init__(self, *, checkpoints: bool = False, seconds: float = 60.0):
+    def __init__(self, *, checkpoints: bool = False, seconds: float = 60.0, **unknown: Any):
+        for name in unknown:  # which a subclass has passed on
+            inits = [inspect.signature(kind.__init__) for kind in type(self).__mro__ if "__init__" in vars(kind)][:-1]
+            known = [each.name for init in inits for each in init.parameters.values() if each.kind is not each.VAR_KEYWORD]
+            fix = did_you_mean(name, dict.fromkeys(option for option in known if option != "self"))
+            raise OptionError(f'{type(self).__name__}: there is no option "{name}".', fix=fix)
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= threading.TIMEOUT_MAX:
             raise OptionError(f"{type(self).__name__}: seconds={short_repr(seconds)}.", fix="a number above 0, such as 60.")
         if not isinstance(checkpoints, bool):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api import Result, about_run
+from spmd.api import Result
 from spmd.data.work_assignment import Position
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
@@ -63,6 +63,7 @@ class SweepRunner:
     progress: Any
     _steps: int = dataclasses.field(default=0, init=False)  # done so far, over all trials
     _total: int = dataclasses.field(default=0, init=False)  # to do, over all trials
+    _trained: int = dataclasses.field(default=0, init=False)  # of these steps, those that this process did not restore
     _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss in the newest steps
     _begun: bool = dataclasses.field(default=False, init=False)  # whether there was a chunk to train
     _ending: bool = dataclasses.field(default=False, init=False)  # whether all processes end the sweep before its end
@@ -173,12 +174,13 @@ class SweepRunner:
     def _count(self, packed: VmappedTrials, steps: int, measured: np.ndarray | None = None) -> None:
         """Count steps of trials and update the progress bar."""
         self._steps += steps
+        self._trained += steps * (measured is not None)
         if measured is not None:
             with np.errstate(all="ignore"):
                 newest = measured[:, -1, 0, 0] / measured[:, -1, 1, 0]
             self._lowest = float(np.nanmin(newest)) if np.isfinite(newest).any() else math.nan
         if self.progress.due() or self._steps == self._total:  # the bar ends full
-            self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, self._steps * packed.program.rows)
+            self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, self._trained * packed.program.rows)
 
     def _note(self, record: _Record, packed: VmappedTrials, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:
         """Record a rung of a trial."""
@@ -237,7 +239,7 @@ class SweepRunner:
             return
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
-        about = about_run(result.trainer, data)
+        about = result.trainer.about(data)
         more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": None}
         unfinished = place.with_name(f".{place.name}")
         if is_writer() and unfinished.exists():

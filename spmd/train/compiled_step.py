@@ -40,7 +40,7 @@ from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import nan_causes
-from spmd.train.matrix_owners import owner_notes, update_by_owners
+from spmd.train.matrix_owners import owner_notes
 from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import Columns, means, pack
 from spmd.train.model_setup import PlacedModel
@@ -91,8 +91,9 @@ class Program:
         (value, extra), self._jaxpr = trace(self.schedules, chosen, blocks)
         # what in a batch makes the loss NaN, as the end of a sentence
         self.nan_causes = nan_causes(self._train_objective.loss, self._train_objective.outputs)
-        check_update(placed.optimizer, abstract(placed.abstract_state.params))
-        check_average(placed.abstract_state.opt, placed.abstract_state.params, placed.resolved, placed.exchange)
+        optimized = jax.eval_shape(placed.optimizer_params, params)
+        check_update(placed.given_optimizer, optimized)
+        check_average(placed.abstract_state.opt, optimized, placed.resolved, placed.exchange)
         check_skips(placed.abstract_state.opt, placed.exchange)
         placed.parallel.check_used(placed.resolved.layout.source, chosen)
         check_pipeline(placed)
@@ -109,7 +110,7 @@ class Program:
         self.sync, accumulation = choose_accumulation(placed, self.sync)
         self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self.notes += scale_notes(placed.abstract_state.opt)
-        self.notes += owner_notes(placed.optimizer, placed.abstract_state, placed.resolved, placed.mesh)
+        self.notes += owner_notes(placed.given_optimizer, optimized, placed.abstract_state.opt, placed.optimized, placed.mesh)
         self._loss_names = (LOSS, *extra)
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += measured_names(placed.abstract_state.opt)
@@ -213,15 +214,7 @@ class Program:
             split=split,
             parallel=self._parallel,
         )
-        return Step(worker, rule(exchange, self._optimizer))
-
-    @functools.cached_property
-    def _optimizer(self) -> Any:
-        """The optimizer as the step calls it, on global arrays."""
-        placed = self.placed
-        if placed.resolved.layout.optimizer.matrices != "owner":
-            return placed.optimizer
-        return update_by_owners(placed.optimizer, placed.resolved, placed.mesh)
+        return Step(worker, rule(exchange, placed.optimizer))
 
     def map_trials(self, run: Callable, *trees: Tree, vectorize: bool) -> Tree:
         """`run` on each entry along dim 0 of trees.

@@ -86,12 +86,14 @@ def update_by_owners(
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def owner_notes(optimizer: optax.GradientTransformationExtraArgs, state: Any, resolved: Resolved, mesh: Mesh | AbstractMesh) -> list[str]:
-    """What a person should know of `matrices = "owner"` under this layout; `state` is abstract."""
-    if resolved.layout.optimizer.matrices != "owner" or mesh.size == 1:
+def owner_notes(
+    optimizer: optax.GradientTransformationExtraArgs, params: Tree, opt: Any, resolved: Resolved, mesh: Mesh | AbstractMesh
+) -> list[str]:
+    """What a person should know of `matrices = "owner"` under this layout; `params`, as it sees them, and `opt` are abstract."""
+    if not resolved.layout.optimizer.owners or mesh.size == 1:
         return []
     groups: list[Group] = []
-    grads, opt = abstract((state.params, state.opt))
+    grads, opt = abstract((params, opt))
     update = update_by_owners(optimizer, resolved, mesh, groups).update
     traced = jax.make_jaxpr(lambda grads, opt: update(grads, opt, grads, value=jnp.float32(0)))(grads, opt)
     products = _products_outside(traced.jaxpr)

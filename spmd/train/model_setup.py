@@ -31,12 +31,13 @@ from spmd.nn.unchanged_models import CALLS
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
-from spmd.sync.param_server.packed_model import PackedModel
+from spmd.sync.param_server.packed_model import PackedModel, unpacked_for
 from spmd.sync.param_server.packing import Storage
 from spmd.train.choose_frozen import choose_frozen, with_adapters
 from spmd.train.device_memory import memory_limit, tree_on_device
 from spmd.train.host_memory import check_memory, to_device
 from spmd.train.loss_scale import with_loss_scale
+from spmd.train.matrix_owners import update_by_owners
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype
@@ -113,7 +114,7 @@ class PlacedModel:
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
         self.kernels, self._device_memory = kernels or self.platform, device_memory
-        self.objective, self.optimizer = Objective(config.loss, dict(config.metrics or {})), self.scaled(config.optimizer)
+        self.objective, self.given_optimizer = Objective(config.loss, dict(config.metrics or {})), self.scaled(config.optimizer)
         self._layout = layout
         self._sample: Tree = None
         self.compiling: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # entered while programs are compiled
@@ -200,9 +201,29 @@ class PlacedModel:
         if layout.gradients.reduction != "parameter_server":
             return None
         server = layout.parameter_server
-        found = Storage(self._own.params, server.placement, workers, server.servers or workers)
-        check_packed(self.optimizer, found)  # before it is given anything packed
+        found = Storage(self._own.params, server.placement, workers, server.servers or workers, unpacks=layout.optimizer.owners)
+        if not found.unpacks:
+            check_packed(self.given_optimizer, found)  # before it is given anything packed
         return found
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer as a step calls it, on global arrays of what the state keeps."""
+        if not self._fitted.layout.optimizer.owners:
+            return self.given_optimizer
+        by_owners = update_by_owners(self.given_optimizer, self.optimized, self.mesh)
+        return by_owners if self.storage is None else unpacked_for(by_owners, self.storage)
+
+    @functools.cached_property
+    def optimized(self) -> Resolved:
+        """The placement of every parameter as the optimizer sees it: rows of servers are unpacked for one whose matrices have owners."""
+        if self.storage is None or not self.storage.unpacks:
+            return self.resolved
+        return self.storage.unpacked(self._fitted.layout, self._fitted.mesh)
+
+    def optimizer_params(self, params: Tree) -> Tree:
+        """The parameters of a state as the optimizer sees them, under a trace."""
+        return self.storage.unpack(params) if self.storage is not None and self.storage.unpacks else params
 
     @property
     def packing(self) -> Storage | StageOrder | None:
@@ -220,7 +241,9 @@ class PlacedModel:
     @functools.cached_property
     def _place_average(self) -> Callable[[Any, Tree], Tree]:
         def place(opt: Any, params: Tree) -> Tree:
-            return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), average_of(to_device(opt), params), params)
+            seen = self.optimizer_params(params)
+            average = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), average_of(to_device(opt), seen), seen)
+            return average if self.storage is None or seen is params else self.storage.pack(average)
 
         return jax.jit(place, out_shardings=self.shardings.params)
 
@@ -327,7 +350,7 @@ class PlacedModel:
         """The sharding of every leaf of the state."""
         check_memory(self.resolved.layout, self.mesh, per_worker=self.exchange.local or self.exchange.asynchronous)
         memory = self.exchange.specs(self._abstract.exchange)
-        return state_shardings(self._abstract, self.resolved, self.mesh, memory, local=self.exchange.local)
+        return state_shardings(self._abstract, self.resolved, self.optimized, self.mesh, memory, local=self.exchange.local)
 
     @property
     def abstract_state(self) -> State:

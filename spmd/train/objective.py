@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import LossError, SpmdError, first_line, short_repr, type_name
+from spmd.errors import LossError, SpmdError, did_you_mean, first_line, short_repr, type_name
 from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
 from spmd.train.metrics import Columns, PerExample, Sums, as_sum
 from spmd.train.sum_metrics import FromSums
@@ -125,11 +126,31 @@ def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
         if needs_values(error):
             raise LossError(f"{what} needs the values of arrays, and is compiled: {first_line(error)}", fix=NO_VALUES) from error
         shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items())
+        if (missing := _missing_key(error, batch)) is not None:
+            key, keys = missing
+            fix = did_you_mean(key, keys) if isinstance(key, str) else f"one of {', '.join(map(short_repr, keys))}."
+            raise LossError(f"{what} reads the key {short_repr(key)}, and a batch has {{{shapes}}}.", fix=fix) from error
         raise LossError(
             explain_jax_error(error)
             or f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}\n"
             "    fix: check that the model takes these shapes, at the line that raised this."
         ) from error
+
+
+def _missing_key(error: Exception, batch: Any) -> tuple[Any, list[Any]] | None:
+    """The key that was read from a batch, or from a dict in it, and the keys present; None for any other error."""
+    if not isinstance(error, KeyError) or len(error.args) != 1:
+        return None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    present = list(frame.f_locals.values())
+    found, dicts = [batch], list[Mapping]()
+    while found:
+        tree = found.pop()
+        dicts += [tree] if isinstance(tree, Mapping) else []
+        found += tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
+    without = [tree for tree in dicts if error.args[0] not in tree]
+    in_frame = any(value is tree for value in present for tree in dicts)  # else the key may be one of another dict
+    return (error.args[0], [key for tree in without for key in tree]) if without and in_frame else None
 
 
 class _NamingLeaks(contextlib.ContextDecorator):

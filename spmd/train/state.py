@@ -97,10 +97,11 @@ def opening_per_worker(opening: Opening, workers: int) -> Opening:
     return lambda params: jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), opening(params))
 
 
-def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tree, *, local: bool = False) -> State:
+def state_shardings(abstract: State, resolved: Resolved, optimized: Resolved, mesh: Mesh, memory: Tree, *, local: bool = False) -> State:
     """Where every leaf of the state lives: parameters by their spec, moments by their parameter's, the exchange's by `memory`.
 
-    `local`: every worker has an optimizer's state of its own, and all of it lies over the workers.
+    `optimized`: parameters as the optimizer sees them. `local`: every worker has an optimizer's state of its own, and all of it lies
+    over the workers.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -111,16 +112,16 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
     def moment(keys: tuple, leaf: Any) -> NamedSharding:
         if local:
             return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
-        place = owner_of(path_of(keys), leaf, resolved)
+        place = owner_of(path_of(keys), leaf, optimized)
         if place is None:
-            return replicated if resolved.layout.optimizer.matrices == "compiler" else NamedSharding(mesh, pspec(spec_of(keys, leaf)))
+            return replicated if not resolved.layout.optimizer.owners else NamedSharding(mesh, pspec(spec_of(keys, leaf)))
         sharding = NamedSharding(mesh, pspec(place.state_spec))
         return sharding.with_memory_kind(HOST) if resolved.layout.memory.optimizer == "host" else sharding
 
     def spec_of(keys: tuple, leaf: Any) -> Spec:
         """Of an array of another shape than its parameter's, which belongs to a matrix or to a part of it."""
-        path = param_within(path_of(keys), resolved.placements)
-        return () if path is None else border_spec(leaf.shape, resolved.placements[path], mesh)
+        path = param_within(path_of(keys), optimized.placements)
+        return () if path is None else border_spec(leaf.shape, optimized.placements[path], mesh)
 
     rest = jax.tree.map(lambda _: replicated, abstract)
     return dataclasses.replace(

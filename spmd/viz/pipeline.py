@@ -9,6 +9,7 @@ from spmd.nn.schedule import Schedule
 from spmd.render.picture import Picture
 
 FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#80808040"  # of the first group of layers, and of the last
+GAP = 0.06  # of a tick, before it
 LEGIBLE = 100  # ticks; in longer schedules microbatches are not numbered
 
 
@@ -69,13 +70,16 @@ def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
 
 def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
     width = 1 / pipeline.groups
+    bars: dict[tuple[int, Any], list[tuple[float, float]]] = {}  # of a stage and a colour
     for tick, row in enumerate(pipeline.table):
         for stage, work in enumerate(row):
             colour = IDLE if work is None else _between(BACKWARD if work.backward else FORWARD, work.group, pipeline.groups)
-            axes.broken_barh([(tick * width, width)], (stage - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=0.8)
+            bars.setdefault((stage, colour), []).append(((tick + GAP) * width, (1 - GAP) * width))
             if work is not None and numbered:
-                ink = "white" if work.group == 0 or pipeline.groups == 1 else "#222222"
+                ink = "white" if work.group == 0 or pipeline.groups == 1 else "#111111"
                 axes.text((tick + 0.5) * width, stage, str(work.microbatch), ha="center", va="center", fontsize=7, color=ink)
+    for (stage, colour), spans in bars.items():
+        axes.broken_barh(spans, (stage - 0.45, 0.9), facecolor=colour, linewidth=0)
     axes.set_ylim(pipeline.stages - 0.4, -0.6)
     axes.set_yticks(range(pipeline.stages))
     axes.set_ylabel("stage", fontsize=9)

@@ -9,6 +9,7 @@ from pathlib import Path
 from spmd.api import Result
 from spmd.layout.summary import COLUMNS, notes, rows
 from spmd.render.html import document, folded, framed, table
+from spmd.run.checkpoint_reader import check_run_folder
 from spmd.run.goodput import TRAINING, duration
 from spmd.run.run_facts import environment
 from spmd.user_paths import as_path, write_text
@@ -38,6 +39,9 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     Returns:
       The path of the page, whose folder is created if needed.
 
+    Raises:
+      CheckpointError: there is no such checkpoint folder.
+
     Example:
       >>> import numpy as np
       >>> import optax, spmd, tempfile
@@ -49,6 +53,8 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
       True
     """
     path, resolved = as_path(path, "path"), result.trainer.resolved
+    if checkpoint is not None:
+        check_run_folder(checkpoint)
     layout = resolved.layout
     stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
     steps = f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, {resolved.workers} workers"

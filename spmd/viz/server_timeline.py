@@ -12,6 +12,7 @@ from spmd.render.picture import Picture
 from spmd.sync.param_server.statistics import ServerStatistics
 
 COMPUTES, SENDS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#80808040", "#b9c9e8", "#808080"
+EDGE = "#16305f"  # between two gradients; seen on white and on black
 GRADIENTS = 16  # of a worker by default; more are hard to distinguish
 BAR_HEIGHT = 0.72  # of a line
 
@@ -114,7 +115,7 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
         at, local = (worker - BAR_HEIGHT / 2, BAR_HEIGHT), spans.worker == worker
         axes.broken_barh([(begin, last - begin)], at, facecolor=WAITS, linewidth=0)
         for start, stop, which, style in (
-            (spans.began, spans.done, ~dropped, {"facecolor": COMPUTES, "edgecolor": "white", "linewidth": 0.6}),
+            (spans.began, spans.done, ~dropped, {"facecolor": COMPUTES, "edgecolor": EDGE, "linewidth": 0.8}),
             (spans.began, spans.done, dropped, {"facecolor": DROPPED, "edgecolor": COMPUTES, "linewidth": 0, "hatch": "/////"}),
             (spans.queued, spans.time, spans.time > spans.queued, {"facecolor": SENDS, "linewidth": 0}),
         ):

@@ -118,6 +118,8 @@ class CommLog:
         total += f"; {self.bytes(0):,} before step {self.start_step}" if self.start_step else ""
         synced = self.bytes(where="send/") + self.bytes(where="receive/")
         total += f"; {self.bytes() - synced:,} in steps without synchronization" if synced else ""
+        if any(op.kind == "all_gather" and op.where.startswith("gather_params") for op in self.ops):
+            total += ". Where there is memory, XLA keeps gathered parameters for the backward pass and sends less: see spmd.plan."
         return total
 
     def __str__(self) -> str:

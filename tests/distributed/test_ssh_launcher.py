@@ -141,8 +141,8 @@ def test_processes_end_with_the_launcher(hosts, tmp_path, whom):
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        ("exec sleep 1000", "127.0.0.2: no answer in 60 s"),
         ("echo Welcome to gpu02", "127.0.0.2: unexpected output, not from spmd: Welcome to gpu02"),
+        ("exec sleep 1000", "127.0.0.2: no answer in 60 s"),
         ("echo 5", "127.0.0.2: unexpected output, not from spmd: 5"),
         ("echo no such user >&2; exit 1", "127.0.0.2: no such user"),
     ],

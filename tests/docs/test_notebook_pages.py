@@ -31,9 +31,19 @@ def test_shown_puts_drawings_into_the_page():
 
 
 def test_shown_escapes_text_and_prefers_drawings():
-    assert pages.shown({"output_type": "stream", "name": "stdout", "text": ["a < b\n", "c\n"]}) == "<pre>a &lt; b\nc</pre>"
-    picture = {"image/svg+xml": SVG, "image/png": "iVBO\n", "text/plain": "<Figure>"}
-    assert pages.shown({"output_type": "display_data", "data": picture}).startswith('<img alt="" src="data:image/svg+xml;base64,')
+    assert pages.shown({"output_type": "stream", "name": "stdout", "text": ["a < b\n", "c\n"]}) == '<pre class="prose">a &lt; b\nc</pre>'
+    assert pages.shown({"output_type": "stream", "name": "stdout", "text": "loss  0.5\n"}) == "<pre>loss  0.5</pre>", "columns"
+    picture = {
+        "image/svg+xml": SVG.replace("<text", '<style type="text/css">*{}</style><text style="fill: #808080"'),
+        "image/png": "iVBO\n",
+        "text/plain": "<Figure>",
+    }
+    shown = pages.shown({"output_type": "display_data", "data": picture})
+    assert (
+        shown.startswith('<div class="figure"><svg') and "fill: currentColor" in shown and "#808080" not in shown and "<style" not in shown
+    )
+    del picture["image/svg+xml"]
+    assert pages.shown({"output_type": "display_data", "data": picture}) == '<img alt="" src="data:image/png;base64,iVBO">'
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

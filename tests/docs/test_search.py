@@ -1,6 +1,7 @@
-"""The search of the built site finds the right page for what newcomers ask, and no logs of benchmarks."""
+"""The search of the built site finds the right page for what newcomers ask, and no logs of benchmarks; the site is small."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -43,20 +44,35 @@ QUESTIONS = {  # a question -> pages that answer it
     "pytorch lightning": {"from_lightning.html"},
     "accelerate": {"from_accelerate.html"},
     "maxtext": {"from_maxtext.html"},
+    "weight decay": {"cookbook/training.html"},
+    "progress bar": {"cookbook/tracking.html"},
+    "save checkpoint own loop": {"cookbook/loops.html", "wire.html"},
+    "multi gpu slurm": {"cookbook/devices.html", "clusters.html"},
+    "resume training": {"cookbook/devices.html", "tour.html"},
+    "export model": {"cookbook/after.html", "export.html"},
+    "load Hugging Face model": {"pretrained.html", "cookbook/finetuning.html"},
 }
 FIRST = 3  # results that are seen without scrolling
+LIMIT = 12e6  # bytes of the site
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Question -> the pages that the site's search lists, in the order of a browser: the theme's own script ranks them, in node."""
-    node, material = shutil.which("node"), pytest.importorskip("material")
-    if node is None:
-        pytest.skip("the search is a script, which node runs")
+def site(tmp_path_factory):
+    """The folder of the built site."""
+    pytest.importorskip("material")
     site = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
     built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stdout + built.stderr
+    return site
+
+
+@pytest.fixture(scope="module")
+def found(site):
+    """Question -> the pages that the site's search lists, in the order of a browser: the theme's own script ranks them, in node."""
+    node, material = shutil.which("node"), pytest.importorskip("material")
+    if node is None:
+        pytest.skip("the search is a script, which node runs")
     (worker,) = (Path(material.__path__[0]) / "templates/assets/javascripts/workers").glob("search*.js")
     command = [node, str(Path(__file__).parent / "search.js"), str(worker), str(site / "search/search_index.json"), *QUESTIONS]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -73,3 +89,16 @@ def test_search_finds_the_page_that_answers(found):
 def test_search_finds_no_logs_of_benchmarks(found):
     assert not {question: pages for question, pages in found.items() if any(page.startswith("benchmarks/") for page in pages)}
     assert all(found.values())
+
+
+@pytest.mark.system
+def test_the_site_is_small_and_has_what_pages_load(site):
+    files = [path for path in site.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < LIMIT
+    assert not [path.name for path in files if path.suffix == ".map"]
+    loaded = {
+        name
+        for path in site.glob("*.html")
+        for name in re.findall(r'(?:src|href)="([^":#?]+\.(?:js|css|svg|png))"', path.read_text("utf-8"))
+    }
+    assert loaded and not [name for name in loaded if not (site / name.lstrip("/")).is_file()]

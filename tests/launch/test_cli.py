@@ -127,7 +127,7 @@ down/kernel  float32[512, 64]  ["model", "data"]  axes (mlp, embed)   256 B     
 up/bias      float32[512]      ["data"]           default shard:data  32 B          x8
 up/kernel    float32[64, 512]  ["data", "model"]  axes (embed, mlp)   256 B         x1
 
-4 parameters, 258.2 KiB; 548 B on each of 512 devices (516 B if nothing were replicated: 32 bytes, 6%, are copies).
+66,112 parameters in 4 arrays, 258.2 KiB; 548 B on each of 512 devices (516 B if nothing were replicated: 32 bytes, 6%, are copies).
 """
 
 
@@ -135,13 +135,25 @@ def test_check_for_512_absent_devices(spmd_command):
     assert spmd_command("layouts check fsdp_tensor_parallel --model models:mlp --mesh data=64,model=8") == (0, CHECKED, "")
 
 
+@pytest.mark.system
 def test_check_uses_no_device(tmp_path):
     (tmp_path / "models.py").write_text(MODELS)
     words = ["layouts", "check", "fsdp", "--model", "models:huge", "--mesh", "data=1024"]
     environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}  # any use of a device would fail
     done = subprocess.run([sys.executable, "-m", "spmd", *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "1 parameter, 4.0 TiB; 4.0 GiB on each of 1024 devices" in done.stdout
+    assert "1,099,511,627,776 parameters in 1 array, 4.0 TiB; 4.0 GiB on each of 1024 devices" in done.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_list_of_layouts_fits_the_terminal(spmd_command, monkeypatch, width):
+    lists = []
+    for columns in (width, 10_000):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        code, out, _ = spmd_command("layouts")
+        lists.append(out)
+        assert code == 0 and max(map(len, out.splitlines())) <= columns
+    assert sorted(lists[0].split()) == sorted(lists[1].split()) and "fsdp_tensor_parallel" in lists[0]
 
 
 DOCTOR = "from spmd.launch import cli, doctor_command as d; d.examine, d.problems = lambda *_: {}, list; cli.main(['doctor', '--json'])"
@@ -179,7 +191,10 @@ def test_check_of_a_layout_file_may_name_what_the_model_registers(spmd_command, 
 def test_check_takes_a_model_or_a_factory(spmd_command, model):
     code, out, _ = spmd_command(f"layouts check data_parallel --model models:{model} --mesh data=4")
     assert code == 0
-    assert "1 parameter, 2.0 KiB; 2.0 KiB on each of 4 devices (512 B if nothing were replicated: 1,536 bytes, 75%, are copies)." in out
+    assert (
+        "512 parameters in 1 array, 2.0 KiB; 2.0 KiB on each of 4 devices (512 B if nothing were replicated: 1,536 bytes, 75%, are copies)."
+        in out
+    )
 
 
 @pytest.mark.parametrize("batch", ["x=float32[8,64],y=int32[8]", "z=bfloat16[4,64]"])

@@ -88,6 +88,7 @@ alpha = 8.0
 """
 
 
+@pytest.mark.system
 def test_adapters_are_trained_alone_and_written_as_peft_does(data, tmp_path, capsys):
     (tmp_path / "lora.toml").write_text(ADAPTERS)
     adapters, merged, run = tmp_path / "adapters", tmp_path / "merged", ["--adapters", tmp_path / "lora.toml", "--epochs", 8]

@@ -16,7 +16,7 @@ from spmd.nn import attention_kernels
 from spmd.nn.attention_kernels import KERNELS, Attend, choose
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.scoring import ScoreArrays, Scoring
-from spmd.planner.cudnn import cudnn_of
+from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.target import Cluster
 
 TOKENS = np.zeros((8, 32, 4, 16), np.float32)
@@ -129,7 +129,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "call", "why"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_shapes_and_options_that_a_kernel_refuses(name, call, why):
     platform = "tpu" if name == "splash" else "cuda"
-    with cudnn_of(Cluster.parse("8xh100").target):
+    with gpu_of(Cluster.parse("8xh100").target):
         assert choose(name, call, platform) == (name, {name: why})
         chosen, reasons = choose("auto", call, platform)
     assert chosen != name
@@ -137,7 +137,7 @@ def test_shapes_and_options_that_a_kernel_refuses(name, call, why):
 
 
 def test_auto_takes_the_first_that_can():
-    with cudnn_of(Cluster.parse("8xh100").target):
+    with gpu_of(Cluster.parse("8xh100").target):
         assert choose("auto", attend(causal=True, groups=2), "cuda") == ("cudnn", {})
         assert choose("auto", attend(causal=True, window=(8, None)), "gpu") == ("cudnn", {})
         assert choose("auto", attend(arrays={"key_lengths": IDS[:, 0]}), "cuda") == ("cudnn", {})

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import spmd
 
 pytestmark = [
+    pytest.mark.system,
     pytest.mark.usefixtures("without_compilation_cache"),
     pytest.mark.skipif(
         importlib.util.find_spec("jax_cuda13_plugin") is None,

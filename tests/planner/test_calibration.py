@@ -252,11 +252,11 @@ def test_programs_for_gpus_compile_and_show_their_figures(without_compilation_ca
     from jax.experimental import topologies
 
     from spmd.planner.compile import topology
-    from spmd.planner.cudnn import cudnn_of
+    from spmd.planner.gpu_kernels import gpu_of
 
     mesh = Mesh(np.array(topologies.get_topology_desc(**topology(Cluster.parse("8xh100"))).devices), (AXIS,), axis_types=(AxisType.Auto,))
     probes = {probe.figure: probe for probe in probes_of("gpu", 8)[1:]}
-    with cudnn_of(H100):
+    with gpu_of(H100):
         predict = [predictor(compile_probe(probe, mesh), 8) for probe in probes.values()]
     hidden = dataclasses.replace(H100, achieved=Achieved(0.6, 0.7, 0.6, 6e-6, 0.4, 0.5, 0.3))
     hidden = with_figure(with_figure(hidden, "inside.latency", 8e-6), "flops.float32", 300e12)

@@ -188,3 +188,26 @@ def test_transfers_of_equal_layers_share_a_row():
     _, rows = traffic_rows(Traffic((*layers, *rest)))
     assert rows[0][-2:] == (format_bytes(5 * layers[0].sent), "jvp(blocks/{0..3,7})/mlp/down/psum")
     assert sorted(row[-1] for row in rows[1:]) == sorted(transfer.where for transfer in rest)
+
+
+STARTS = {  # of an all-reduce, as jaxlib 0.10 and 0.11 write it, and of several arrays at once
+    "f32[8]{0} all-reduce-start(%x)": ["float32[8]"],
+    "((f32[8]{0}), f32[8]{0}) all-reduce-start(%x)": ["float32[8]"],
+    "(f32[8]{0}, bf16[2]{0}) all-reduce-start(%x, %y)": ["float32[8]", "bfloat16[2]"],
+    "((f32[8]{0}, bf16[2]{0}), (f32[8]{0}, bf16[2]{0})) all-reduce-start(%x, %y)": ["float32[8]", "bfloat16[2]"],
+}
+
+
+@pytest.mark.parametrize("text", STARTS)
+def test_operands_of_a_start_are_no_payload(text):
+    program = f"""HloModule m, num_partitions=8
+
+ENTRY %main (x: f32[8], y: bf16[2]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  %y = bf16[2]{{0}} parameter(1)
+  %start = {text}, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+  ROOT %done = f32[8]{{0}} all-reduce-done(%start)
+}}
+"""
+    [start] = [instr for instr in parse(program).computations["main"] if instr.name == "start"]
+    assert [str(array) for array in payload(start)] == STARTS[text]

@@ -15,7 +15,7 @@ import spmd
 from spmd.errors import CompileError
 from spmd.planner.compile import PLUGIN
 from spmd.planner.cost import cost_of, uncounted
-from spmd.planner.cudnn import cudnn_of
+from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.hlo import parse
 from spmd.planner.model_flops import flops
 from spmd.planner.target import Cluster
@@ -118,13 +118,13 @@ def test_cudnn_is_answered_only_while_a_plan_asks():
         return jax.eval_shape(lambda q: jax.nn.dot_product_attention(q, q, q, implementation="cudnn"), q)
 
     before = dict(vars(fused_attention_stablehlo))
-    with cudnn_of(Cluster.parse("8xa100_80").target):
+    with gpu_of(Cluster.parse("8xa100_80").target):
         assert trace().shape == q.shape
         wide = jnp.zeros((2, 128, 2, 256), "bfloat16")
         with pytest.raises(NotImplementedError, match="128"):  # JAX's, which must stay: an A100 takes no wider heads
             jax.nn.dot_product_attention(wide, wide, wide, implementation="cudnn")
     assert before == dict(vars(fused_attention_stablehlo))
-    with cudnn_of(Cluster.parse("8xcpu").target):
+    with gpu_of(Cluster.parse("8xcpu").target):
         assert before == dict(vars(fused_attention_stablehlo))
 
 

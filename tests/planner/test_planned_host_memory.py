@@ -86,6 +86,7 @@ gpu_compiler = pytest.mark.skipif(
 
 
 @gpu_compiler
+@pytest.mark.system
 def test_moments_on_the_host_leave_the_device():
     device, host = plan_of(), plan_of("host")
     moments = device.memory.optimizer - 4  # all but a counter

@@ -323,6 +323,18 @@ def said(caplog):
     return [line.partition("because ")[2] for line in lines]
 
 
+def test_miss_is_not_explained_by_another_model(jax_cache, tmp_path, caplog):
+    """Programs of a notebook share their records; only those with parameters of the same names are compared."""
+    caplog.set_level(logging.WARNING)
+    use_folder(tmp_path / "programs")
+    observe({"array params/a": "float32[8]", "array opt/0/mu/a": "float32[8]", "mesh": "data=8"}, {}, 31.5)
+    observe({"array params/b": "float32[8]", "mesh": "data=4"}, {}, 32.5)
+    assert said(caplog) == []
+    observe({"array params/a": "float32[8]", "mesh": "data=4"}, {}, 33.5)
+    (line,) = said(caplog)
+    assert "mesh was data=8, is data=4" in line and "params/b" not in line
+
+
 def test_miss_is_explained_by_the_nearest_record(jax_cache, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     use_folder(tmp_path / "programs")

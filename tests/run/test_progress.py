@@ -46,6 +46,40 @@ def console(monkeypatch):
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 
+def test_a_last_update_after_no_time_keeps_the_rate(console, monkeypatch):
+    """Many steps may end at once, as those of a call of a sweep: their number over the time since the last redraw is no speed."""
+    now = [1000.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    display = make_progress("auto")
+    display.start(0, 40)
+    now[0] += 10.0
+    display.update(20, 1, {"loss": 0.5}, 640)
+    now[0] += progress.REFRESH_SECONDS / 100
+    display.update(40, 1, {"loss": 0.5}, 1280)
+    display.close()
+    assert set(re.findall(r"([\d,]+) samples/s", console.file.getvalue())) == {"64"}
+
+
+def test_a_narrow_terminal_wraps_between_words_and_splits_no_path(console):
+    console.width = 40
+    path = "/home/ada/experiments-of-november/runs/digits-with-a-long-name"
+    make_progress("auto").say(f"interrupted after step 7: the checkpoint is in {path}, and fit(..., resume=True) resumes from it.")
+    assert console.file.getvalue().splitlines() == [
+        "interrupted after step 7: the checkpoint",
+        "is in",
+        f"{path},",
+        "and fit(..., resume=True) resumes from",
+        "it.",
+    ]
+
+
+def test_resumed_run_says_so_without_a_terminal(tmp_path, caplog):
+    fit(steps=2, checkpoint=tmp_path)
+    assert "resumed" not in caplog.text
+    fit(steps=3, checkpoint=tmp_path, resume=True)
+    assert [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()] == [f"resumed from step 2 of {tmp_path}"]
+
+
 def test_a_terminal_shows_a_bar(console, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -562,3 +562,20 @@ def test_server_that_is_not_there_never_stops_training(kind, tmp_path):
     assert result.returncode == 0 and "done 12" in result.stdout, result.stderr
     assert result.stderr.count(f"the tracker {kind} is switched off: ") == 1
     assert f"{kind.lower()}: run run-" in result.stderr.lower() and "secret" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "kind, option, fix",
+    [
+        ("Comet", "workspce", 'did you mean "workspace"?'),
+        ("Wandb", "entty", 'did you mean "entity"?'),
+        ("MLflow", "tracking_url", 'did you mean "tracking_uri"?'),
+        ("Trackio", "checkpoint", 'did you mean "checkpoints"?'),
+        ("Trackio", "zzz", "known: project, checkpoints, seconds."),
+    ],
+)
+def test_trackers_refuse_unknown_options(kind, option, fix):
+    """Before they look for the tracker's package."""
+    with pytest.raises(OptionError, match=f'{kind}: there is no option "{option}"') as raised:
+        getattr(spmd.loggers, kind)(**{option: "x"})
+    assert raised.value.fix == fix

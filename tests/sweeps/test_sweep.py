@@ -231,19 +231,23 @@ def test_the_table_has_every_trial_the_best_first():
     assert swept.best[0].number == rows[0]["trial"]
 
 
-def test_progress_ends_at_the_last_step(monkeypatch):
-    seen = []
+def test_progress_ends_at_the_last_step(monkeypatch, tmp_path):
+    """And counts the rows that were trained on: none where everything is restored."""
+    seen, samples = [], []
 
     class Recorded(NoProgress):
         def start(self, step, total):
             seen.append(total)
 
-        def update(self, step, *rest):
+        def update(self, step, epoch, metrics, rows):
             seen.append(step)
+            samples.append(rows)
 
     monkeypatch.setattr("spmd.sweeps.api.make_progress", lambda wanted: Recorded())
-    sweep(epochs=1)
-    assert len(seen) == 2 and seen[0] == seen[1]  # it is never due, and yet drawn at the end
+    sweep(epochs=1, checkpoint=tmp_path)
+    sweep(epochs=1, checkpoint=tmp_path, resume=True)
+    assert len(seen) == 4 and len({*seen}) == 1  # it is never due, and yet drawn at the end
+    assert samples[0] > 0 and samples[1] == 0
 
 
 @pytest.mark.system

@@ -260,6 +260,7 @@ def test_head_is_gathered_once_over_the_workers_and_never_over_the_model_axis():
     assert gathers and not [line for line in gathers if "cross_entropy" in line], "no chunk gathers anything"
 
 
+@pytest.mark.system
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,13 @@ def layout(name, matrices):
 
 
 TENSOR = (spmd.Rule("**/kernel", ("data", "model")), spmd.Rule("stack", (None, "model", "data")), spmd.Rule("head", ("model", "data")))
+
+
+def SERVERS(placement, **options):
+    gradients = spmd.Gradients("parameter_server")
+    return spmd.Layout(gradients=gradients, parameter_server=spmd.ParameterServer(placement=placement, **options))
+
+
 LAYOUTS = {
     "data_parallel": ("data=8", spmd.Layout.load("data_parallel")),
     "zero1": ("data=8", spmd.Layout.load("zero1")),
@@ -131,6 +139,8 @@ LAYOUTS = {
         "data=4,model=2",
         spmd.Layout(params=TENSOR, default=spmd.Default("shard:data"), gradients=spmd.Gradients("reduce_scatter")),
     ),
+    "servers, sliced": ("data=8", SERVERS("sliced")),
+    "servers, largest first": ("data=8", SERVERS("largest_first", servers=3)),
     "a dim over both": ("data=4,model=2", spmd.Layout(params=(spmd.Rule("{blocks/*/kernel,stack}", (None, ("data", "model"))),))),
 }
 
@@ -170,17 +180,19 @@ def steps(trainer):
     return state
 
 
-CASES = [(optimizer, name) for optimizer in OPTIMIZERS for name in LAYOUTS]
+CASES = [(*case, matrices) for case in itertools.product(OPTIMIZERS, LAYOUTS) for matrices in ("owner", "compiler")]
+CASES = [
+    case for case in CASES if case[2] == "owner" or "servers" not in case[1]
+]  # servers have rows, of which most would compute otherwise
 
 
-@pytest.mark.sampled(29)
-@pytest.mark.parametrize("matrices", ["owner", "compiler"])
-@pytest.mark.parametrize(("optimizer", "name"), CASES, ids=[f"{optimizer}-{name}" for optimizer, name in CASES])
+@pytest.mark.sampled(32)
+@pytest.mark.parametrize(("optimizer", "name", "matrices"), CASES, ids=["-".join(case) for case in CASES])
 def test_equals_one_device(optimizer, name, matrices):
     trainer = trainer_of(OPTIMIZERS[optimizer], name, matrices)
-    state = steps(trainer)
+    params = trainer.placed.unpacked(steps(trainer).params)
     wanted = jax.tree_util.tree_leaves_with_path(reference(optimizer))
-    for (path, leaf), got in zip(wanted, jax.tree.leaves(state.params), strict=True):
+    for (path, leaf), got in zip(wanted, jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(np.asarray(got), leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(), err_msg=jax.tree_util.keystr(path))
 
 
@@ -570,7 +582,9 @@ def test_notes_say_what_owners_do_not_compute(rule, wanted):
 
     optimizer = optax.GradientTransformation(lambda params: jnp.float32(3), update)
     placed = trainer_of(optimizer, "fsdp", "owner").placed
-    assert owner_notes(placed.optimizer, placed.abstract_state, placed.resolved, placed.mesh) == wanted
+    assert (
+        owner_notes(placed.given_optimizer, placed.abstract_state.params, placed.abstract_state.opt, placed.resolved, placed.mesh) == wanted
+    )
 
 
 # collectives of compiled programs -------------------------------------------------------------------------------------
@@ -636,11 +650,12 @@ def forward(params, x):
 
 @SYSTEM
 @pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
-@pytest.mark.parametrize("name", ["data_parallel", "zero1", "fsdp", "fsdp x tensor"])
+@pytest.mark.parametrize("name", ["data_parallel", "zero1", "fsdp", "fsdp x tensor", "servers, largest first"])
 def test_no_collective_in_the_iterations_on_gpus(name):
     """Neither in a loop, nor between the products of iterations that are unrolled."""
     rows, found, said = jax.ShapeDtypeStruct((64, 1024), "float32"), {}, {}
-    for matrices in ("owner", "compiler"):
+    servers = "servers" in name  # whose rows the compiler's Muon refuses
+    for matrices in ("owner",) if servers else ("owner", "compiler"):
         for iterations in ("standard", "dion"):
             plan = spmd.plan(
                 spmd.FunctionalModel(drawn, forward),
@@ -656,8 +671,8 @@ def test_no_collective_in_the_iterations_on_gpus(name):
             said[matrices] = plan.memory
     assert not found["owner", "standard"] and not found["owner", "dion"]
     replicated = name in ("data_parallel", "zero1")  # XLA gathers once, and each device multiplies all matrices
-    assert replicated or (found["compiler", "standard"] and found["compiler", "dion"])
-    assert said["owner"].optimizer == said["compiler"].optimizer, "momentum lies as the layout says, in both"
+    assert replicated or servers or (found["compiler", "standard"] and found["compiler", "dion"])
+    assert servers or said["owner"].optimizer == said["compiler"].optimizer, "momentum lies as the layout says, in both"
 
 
 # pipelines, checkpoints, frozen parameters ----------------------------------------------------------------------------
@@ -706,13 +721,41 @@ def test_checkpoints_of_owners_are_those_of_any_layout(tmp_path):
         data = {key: np.concatenate([batch[key] for batch in batches()]) for key in ("x", "y")}
         model, options = spmd.FunctionalModel(make, apply), {"optimizer": OPTIMIZERS["shampoo"], "mesh": mesh, "layout": declared}
         options |= {"batch_size": ROWS, "shuffle": False, "resume": True, "checkpoint": spmd.Checkpoint(tmp_path / folder, every=2)}
-        return spmd.fit(model, data, loss=spmd.losses.mean_squared_error, steps=steps, **options).state.params
+        return spmd.fit(model, data, loss=spmd.losses.mean_squared_error, steps=steps, **options).model.params
 
     wanted = reference("shampoo")
     for number, (first, then) in enumerate([(("fsdp", "owner"), ("fsdp x tensor", "owner")), (("zero1", "owner"), ("fsdp", "compiler")),
-                                            (("data_parallel", "compiler"), ("fsdp", "owner"))]):  # fmt: skip
+                                            (("data_parallel", "compiler"), ("fsdp", "owner")),
+                                            (("servers, sliced", "owner"), ("fsdp", "owner")),
+                                            (("fsdp", "owner"), ("servers, largest first", "owner")),
+                                            (("servers, largest first", "owner"), ("servers, sliced", "owner"))]):  # fmt: skip
         run(*first, 2, str(number))
-        assert relative_difference(jax.device_get(run(*then, 4, str(number))), wanted) < 1e-5
+        assert relative_difference(jax.device_get(run(*then, 4, str(number))), wanted) < 1e-5, (first, then)
+
+
+@SYSTEM
+def test_updates_of_single_gradients_are_made_by_owners():
+    """Of asynchronous servers, on eight devices and on one."""
+
+    def weights(mesh):
+        server = spmd.ParameterServer(mode="asynchronous", workers=8, servers=1, staleness_scale="inverse")
+        declared = dataclasses.replace(SERVERS("sliced"), parameter_server=server, optimizer=spmd.OptimizerState(matrices="owner"))
+        model, loss = spmd.FunctionalModel(make, apply), spmd.losses.mean_squared_error
+        trainer = spmd.Trainer(model, loss=loss, optimizer=MUON(), mesh=mesh, layout=declared)
+        return jax.device_get(trainer.placed.unpacked(steps(trainer).params)), trainer
+
+    (one, _), (eight, trainer) = weights(one_device()), weights("data=8")
+    assert relative_difference(eight, one) < 1e-5
+    assert any("matrices: 9 have owners" in note for note in trainer.notes())
+
+
+@SYSTEM
+def test_average_of_weights_that_owners_update():
+    averages = []
+    for name in ("fsdp", "servers, largest first"):
+        trainer = trainer_of(OPTIMIZERS["muon, averaged"], name, "owner")
+        averages.append(jax.device_get(trainer.placed.unpacked(trainer.placed.averaged(steps(trainer)).params)))
+    assert relative_difference(*averages) < 1e-5
 
 
 def test_frozen_parameters_have_no_owner():
@@ -726,14 +769,11 @@ def test_frozen_parameters_have_no_owner():
 # what is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "more"), [("synchronous", ""), ("asynchronous", ""), ("bounded", "bound = 2\n"), ("local", "every = 5\n")]
-)
-def test_servers_have_no_matrices(mode, more, golden):
-    text = f'[optimizer]\nmatrices = "owner"\n[gradients]\nreduction = "parameter_server"\n[parameter_server]\nmode = "{mode}"\n{more}'
+def test_workers_with_parameters_of_their_own_have_no_owners(golden):
+    text = '[optimizer]\nmatrices = "owner"\n[gradients]\nreduction = "parameter_server"\n[parameter_server]\nmode = "local"\nevery = 5\n'
     with pytest.raises(LayoutError) as caught:
         loads(text, "mine.toml")
-    golden("matrices_of_servers", str(caught.value))
+    golden("matrices_of_local_workers", str(caught.value))
     loads(text.replace("parameter_server", "reduce_scatter", 1).partition("[parameter_server]")[0])
 
 

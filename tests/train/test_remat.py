@@ -16,7 +16,7 @@ from spmd.errors import LayoutError, ModelError
 from spmd.jaxpr import equations
 from spmd.layout.toml_reader import loads
 from spmd.layout.toml_writer import dumps
-from spmd.planner.cudnn import cudnn_of
+from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.target import load
 from spmd.train.remat import policy_of
 from spmd.tree import flatten
@@ -230,7 +230,7 @@ def test_policies_of_products_keep_what_cudnn_attention_returns():
 
     def calls(policy):
         x = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
-        with cudnn_of(load("h100")):
+        with gpu_of(load("h100")):
             step = jax.make_jaxpr(jax.grad(lambda x: jax.checkpoint(attention, policy=policy_of(policy))(jnp.sin(x))))(x)
         return sum("fwd_wrapper" in equation.primitive.name for equation in equations(step.jaxpr))
 

@@ -11,6 +11,7 @@ import pytest
 
 import spmd
 from spmd import viz
+from spmd.errors import CheckpointError
 
 EVIL = '<script>alert("x")</script>'
 
@@ -96,5 +97,8 @@ def test_page_says_what_was_run(run, tmp_path):
 
 def test_without_checkpoints_it_says_so(run, tmp_path):
     result, _ = run
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        viz.report(result, tmp_path / "a.html", checkpoint=tmp_path / "absent")
+    assert not (tmp_path / "a.html").exists()
     assert "None were requested." in viz.report(result, tmp_path / "a.html").read_text(encoding="utf-8")
     assert "none saved yet" in viz.report(result, tmp_path / "b.html", checkpoint=tmp_path).read_text(encoding="utf-8")

@@ -17,6 +17,6 @@ def test_schedules_are_drawn_in_time():
     figure = schedule_figure(pair)
     ends = {}
     for axes, name in zip(figure.axes, pair, strict=True):
-        ends[name] = max(path.vertices[:, 0].max() for bars in axes.collections for path in bars.get_paths())
+        ends[name] = round(max(path.vertices[:, 0].max() for bars in axes.collections for path in bars.get_paths()), 9)
     assert ends == {"gpipe": 22, "circular": 19} and pair["circular"].ticks == 38
     assert "38 ticks of 1/2 of the length" in figure.axes[1].get_title(loc="right")

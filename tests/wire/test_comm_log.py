@@ -740,6 +740,7 @@ no_gpu_compiler = pytest.mark.skipif(
 
 
 @no_gpu_compiler
+@pytest.mark.system
 @pytest.mark.usefixtures("without_compilation_cache")
 @pytest.mark.parametrize("codec, payload", [("bfloat16", "u16"), ("int8", "u8")])
 @pytest.mark.parametrize("devices", [8, 64])

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 
 from spmd.models.base import Call, Model, Variables, WrappedModel
 from spmd.sync.param_server.packing import Storage
+from spmd.tree import Tree
 
 
 class PackedModel(WrappedModel):
@@ -48,3 +50,14 @@ class PackedModel(WrappedModel):
     def stacks(self) -> dict[str, int]:
         """Rows have no layers."""
         return {}
+
+
+def unpacked_for(optimizer: optax.GradientTransformationExtraArgs, storage: Storage) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of packed rows that lets `optimizer` see unpacked parameters; the state is that of `optimizer`, and not packed."""
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        seen = None if params is None else storage.unpack(params)
+        updates, state = optimizer.update(storage.unpack(updates), state, seen, **extra)
+        return storage.pack(updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(storage.unpack(params)), update)

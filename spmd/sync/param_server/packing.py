@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.layout.resolve import Placement, Resolved
+from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
+from spmd.specs import make_entry
 from spmd.tree import Tree, flatten, map_paths, nbytes
 from spmd.wire.assignment import Assignment, assign
 from spmd.xla import move_bits
@@ -31,6 +32,7 @@ class Storage:
       placement: "sliced", or how unsplit parameters are assigned.
       positions: along the data axes.
       servers: number of positions that store parameters, the first ones.
+      unpacks: the optimizer sees unpacked parameters, and its state is not packed.
 
     Example:
       >>> params = {"b": jnp.arange(3.0), "w": jnp.ones((3, 2))}
@@ -44,6 +46,7 @@ class Storage:
     placement: str
     positions: int
     servers: int
+    unpacks: bool = False
 
     @functools.cached_property
     def assignments(self) -> dict[str, Assignment]:
@@ -65,6 +68,15 @@ class Storage:
         source = f"servers, {self.placement}"
         placements = {path: Placement(path, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, source) for path, leaf in stored.items()}
         return Resolved(layout, mesh, placements)
+
+    def unpacked(self, layout: Layout, mesh: MeshSpec) -> Resolved:
+        """Unpacked parameters, for an optimizer that sees them so: replicated, and its state split over the data axes."""
+
+        def place(path: str, leaf: Any) -> Placement:
+            sizes = {make_entry(layout.data_axes()): self.positions}
+            return Placement(path, leaf.shape, str(leaf.dtype), nbytes(leaf), (), spread(leaf.shape, sizes), "unpacked from the servers")
+
+        return Resolved(layout, mesh, {path: place(path, leaf) for path, leaf in flatten(self.like).items()})
 
     def pack(self, params: Tree) -> Tree:
         """Parameters (or their gradients) as they are stored."""
