@@ -424,8 +424,46 @@ def test_loss_reads_a_missing_key(golden):
     )
     nested = error_text(errors.LossError, fit, data=rows, loss=lambda model, batch: model(batch["image"]) + batch["more"]["wieght"])
     assert "the key 'wieght'" in nested and nested.endswith('fix: did you mean "weight"?')
-    inside = error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[0]) + {"label": 1}["lable"])
-    assert "KeyError: 'lable'" in inside  # of a dict that is not the batch's
+    assert "the key 'wieght' in \"more\"" in nested
+    unknown = error_text(errors.LossError, fit, data=rows, loss=lambda model, batch: model(batch["image"]) + batch["more"]["zz"])
+    assert unknown.endswith("fix: known: weight.")  # not the names of other levels
+    wrapped = error_text(
+        errors.LossError, fit, data=rows, loss=jax.checkpoint(lambda model, batch: model(batch["image"]) + batch["lable"], static_argnums=0)
+    )
+    assert "the loss reads the key 'lable', and" in wrapped
+    metric = error_text(
+        errors.LossError, fit, data=rows, eval_data=rows, loss=image_loss, metrics={"seen": lambda model, batch: batch["imag"].mean()}
+    )
+    assert "metric \"seen\" reads the key 'imag'" in metric and metric.endswith('fix: did you mean "image"?')
+
+
+SETTINGS = {"rate": 0.1}
+
+
+def image_loss(model, batch):
+    return model(batch["image"]).mean()
+
+
+def catches_a_missing_key(model, batch):
+    try:
+        weight = batch["weight"]
+    except KeyError:
+        weight = SETTINGS["weight"]
+    return image_loss(model, batch) * weight
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: image_loss(model, batch) * SETTINGS["weight"],
+        lambda model, batch: image_loss(model, batch) + {"other": batch["label"]}["weight"],
+        lambda model, batch: image_loss(model, batch) + dict(batch["more"])["weight"],
+        catches_a_missing_key,
+    ],
+)
+def test_loss_reads_a_missing_key_of_another_dict(loss):
+    text = error_text(errors.LossError, fit, data={"image": X, "label": Y, "more": {"index": Y}}, loss=loss)
+    assert text.startswith("the loss fails on a batch of {image: float32[8, 64]") and "KeyError: 'weight'" in text
 
 
 def test_loss_of_wrong_type(golden):

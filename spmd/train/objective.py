@@ -2,20 +2,21 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey
 
 from spmd.errors import LossError, SpmdError, did_you_mean, first_line, short_repr, type_name
 from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
 from spmd.train.metrics import Columns, PerExample, Sums, as_sum
 from spmd.train.sum_metrics import FromSums
-from spmd.tree import describe, flatten
+from spmd.tree import describe, flatten, path_of
 
 LOSS = "loss"
 RATES = (
@@ -68,7 +69,7 @@ class Objective:
 
     def __call__(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
         """As `call`; what the user's functions raise comes out as a `LossError` that names them."""
-        with naming_in_trace("the loss", batch):
+        with naming_in_trace("the loss", batch, lambda batch: call_loss(self.loss, model, batch, rng)):
             return self.call(model, batch, rng)
 
     def call(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
@@ -94,8 +95,9 @@ class Objective:
             raise LossError(f'the loss also returns a metric "{twice[0]}", which is the name of another.', fix="another name for it.")
         value = tuple(map(jnp.asarray, value)) if isinstance(value, tuple) else jnp.asarray(value)
         for name, metric in self.metrics.items():
-            with naming_in_trace(f'metric "{name}"', batch):
-                extra = {**extra, name: metric(pick(metric), batch)}
+            measure = functools.partial(metric, pick(metric))
+            with naming_in_trace(f'metric "{name}"', batch, measure):
+                extra = {**extra, name: measure(batch)}
         for name, measured in extra.items():
             if isinstance(measured, Columns) and not isinstance(self.metrics.get(name), FromSums):
                 why = f'metric "{name}" is called inside of a loss or of another metric, and is a function of sums over all rows.'
@@ -114,8 +116,11 @@ class Objective:
 
 
 @contextlib.contextmanager
-def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
-    """Around a call of the user's loss or metric under a trace: what it raises comes out as a `LossError` that names it."""
+def naming_in_trace(what: str, batch: Any, function: Callable[[Any], Any] | None = None) -> Iterator[None]:
+    """Around a call of the user's loss or metric under a trace: what it raises comes out as a `LossError` that names it.
+
+    `function` makes the same call with another batch: after a `KeyError`, with one that names the missing key.
+    """
     try:
         yield
     except SpmdError:
@@ -126,10 +131,12 @@ def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
         if needs_values(error):
             raise LossError(f"{what} needs the values of arrays, and is compiled: {first_line(error)}", fix=NO_VALUES) from error
         shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items())
-        if (missing := _missing_key(error, batch)) is not None:
-            key, keys = missing
-            fix = did_you_mean(key, keys) if isinstance(key, str) else f"one of {', '.join(map(short_repr, keys))}."
-            raise LossError(f"{what} reads the key {short_repr(key)}, and a batch has {{{shapes}}}.", fix=fix) from error
+        if isinstance(error, KeyError) and function is not None and (missing := _missing_key(function, batch)) is not None:
+            key, keys = missing.args[0], missing.keys
+            names = all(isinstance(name, str) for name in (key, *keys))
+            fix = did_you_mean(key, keys) if names else f"one of {', '.join(map(short_repr, keys))}."
+            inside = f' in "{missing.path}"' if missing.path else ""
+            raise LossError(f"{what} reads the key {short_repr(key)}{inside}, and a batch has {{{shapes}}}.", fix=fix) from error
         raise LossError(
             explain_jax_error(error)
             or f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}\n"
@@ -137,20 +144,54 @@ def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
         ) from error
 
 
-def _missing_key(error: Exception, batch: Any) -> tuple[Any, list[Any]] | None:
-    """The key that was read from a batch, or from a dict in it, and the keys present; None for any other error."""
-    if not isinstance(error, KeyError) or len(error.args) != 1:
-        return None
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    present = list(frame.f_locals.values())
-    found, dicts = [batch], list[Mapping]()
-    while found:
-        tree = found.pop()
-        dicts += [tree] if isinstance(tree, Mapping) else []
-        found += tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
-    without = [tree for tree in dicts if error.args[0] not in tree]
-    in_frame = any(value is tree for value in present for tree in dicts)  # else the key may be one of another dict
-    return (error.args[0], [key for tree in without for key in tree]) if without and in_frame else None
+class _MissingKey(KeyError):
+    """A key that a dict of a batch does not have."""
+
+    def __init__(self, key: Any, path: str, keys: list[Any]):
+        super().__init__(key)
+        self.path, self.keys = path, keys
+
+
+class _NamingDict(dict[Any, Any]):
+    """A dict of a batch, at a path, that raises `_MissingKey`; a pytree as a dict is."""
+
+    def __init__(self, items: Any, path: str):
+        super().__init__(items)
+        self.path = path
+
+    def __missing__(self, key: Any) -> None:
+        raise _MissingKey(key, self.path, [*self])
+
+
+jax.tree_util.register_pytree_node(
+    _NamingDict,
+    lambda node: ([node[key] for key in sorted(node)], (node.path, *sorted(node))),
+    lambda path_and_keys, leaves: _NamingDict(zip(path_and_keys[1:], leaves, strict=True), path_and_keys[0]),
+)
+
+
+def _missing_key(function: Callable[[Any], Any], batch: Any) -> _MissingKey | None:
+    """What a function that has raised a `KeyError` misses in a batch; None if the key is one of another dict."""
+    try:
+        function(_naming(batch))
+    except _MissingKey as missing:
+        return missing
+    except Exception:
+        pass
+    return None
+
+
+def _naming(tree: Any, at: tuple = ()) -> Any:
+    """A batch, or the part of it at some keys, with `_NamingDict` for every dict; those that make up missing keys are as they were."""
+
+    def is_dict(part: Any) -> bool:
+        return isinstance(part, dict) and not hasattr(part, "__missing__")
+
+    def name(below: tuple, part: Any) -> Any:
+        keys = (*at, *below)
+        return _NamingDict({key: _naming(part[key], (*keys, DictKey(key))) for key in part}, path_of(keys)) if is_dict(part) else part
+
+    return jax.tree_util.tree_map_with_path(name, tree, is_leaf=is_dict)
 
 
 class _NamingLeaks(contextlib.ContextDecorator):
