@@ -307,12 +307,18 @@ def check_run_folder(path: str | Path) -> None:
     """Check that a path is a run's folder.
 
     Raises:
-      CheckpointError: it does not exist, is a file, or is inside a file's place; the error names the run that it belongs to, if any.
+      CheckpointError: it does not exist, is a file, is inside a file's place, or is the `checkpoints` of a run or a step in there; the
+        error names the run that it belongs to, if any.
     """
-    if Path(path).is_dir():
+    here = Path(path).absolute()
+    if here.is_dir():
+        runs = [parent for parent in here.parents[:2] if here.is_relative_to(parent / "checkpoints") and CheckpointReader(parent).steps()]
+        if runs and not (here / "checkpoints").is_dir():
+            why = f"checkpoint={short_repr(str(path))} is inside of the folder of a run, and not that folder."
+            raise CheckpointError(why, fix=f"{runs[0]}, which it is in.")
         return
     why = blocking_file(Path(path))
-    run = next((parent for parent in Path(path).absolute().parents if (parent / "checkpoints").is_dir()), None) if why else None
+    run = next((parent for parent in here.parents if (parent / "checkpoints").is_dir()), None) if why else None
     headline = f"checkpoint={short_repr(str(path))}: {why or 'there is no such folder'}"
     if run:
         raise CheckpointError(f"{headline}, and not the folder of a run.", fix=f"{run}, which it is in.")

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 from spmd.api import Result
+from spmd.errors import CheckpointError, OptionError, short_repr, type_name
 from spmd.layout.summary import COLUMNS, notes, rows
 from spmd.render.html import document, folded, framed, table
+from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.checkpoint_reader import check_run_folder
 from spmd.run.goodput import TRAINING, duration
 from spmd.run.run_facts import environment
@@ -26,7 +28,7 @@ body { max-width: 66rem; margin: 2.5rem auto; padding: 0 1.2rem }
 FILES = ("metrics.jsonl", "layout.toml", "goodput.html")  # of a run's folder, that the page links to
 
 
-def report(result: Result, path: str | Path, *, title: str = "A run of spmd", checkpoint: str | Path | None = None) -> Path:
+def report(result: Result, path: str | Path, *, title: str = "A run of spmd", checkpoint: str | Path | Checkpoint | None = None) -> Path:
     """Write a run as one self-contained HTML page: its headline figures first, then metrics, curves, profile, mesh, layout, checkpoints,
     and what it was run with.
 
@@ -34,13 +36,14 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
       result: of `fit`.
       path: of the page, which ends in .html.
       title: of the page.
-      checkpoint: the checkpoint folder that was passed to `fit`; the page links to its files.
+      checkpoint: the folder, or the `Checkpoint`, that was passed to `fit`; the page links to its files.
 
     Returns:
       The path of the page, whose folder is created if needed.
 
     Raises:
-      CheckpointError: there is no such checkpoint folder.
+      CheckpointError: there is no such checkpoint folder, or it is not that of a run.
+      OptionError: an argument is of another type.
 
     Example:
       >>> import numpy as np
@@ -52,9 +55,18 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
       >>> "<h1>Ones</h1>" in page.read_text(encoding="utf-8")
       True
     """
-    path, resolved = as_path(path, "path"), result.trainer.resolved
-    if checkpoint is not None:
-        check_run_folder(checkpoint)
+    path, config = as_path(path, "path"), as_checkpoint(checkpoint)
+    if not isinstance(result, Result):
+        raise OptionError(f"result={short_repr(result)} is {type_name(result)}.", fix="what spmd.fit returns.")
+    if not isinstance(title, str):
+        raise OptionError(f"title={short_repr(title)} is {type_name(title)}.", fix="a str.")
+    folder = None if config is None else Path(config.path)
+    if folder is not None:
+        check_run_folder(folder)
+        if not any((folder / name).exists() for name in ("checkpoints", *FILES)):
+            why = f"checkpoint={short_repr(str(folder))} is not the folder of a run: it has neither checkpoints nor {FILES[0]}."
+            raise CheckpointError(why, fix="the folder that was passed to fit; None if there was none.")
+    resolved = result.trainer.resolved
     layout = resolved.layout
     stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
     steps = f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, {resolved.workers} workers"
@@ -69,7 +81,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
         f'<h2>Placement of every array</h2>\n<div class="wide">{table(COLUMNS, rows(resolved))}</div>',
         *(f"<p>{html.escape(line)}</p>" for line in notes(resolved)),
         folded("The layout as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>"),
-        f"<h2>Checkpoints</h2>\n{_checkpoints(checkpoint, path)}",
+        f"<h2>Checkpoints</h2>\n{_checkpoints(folder, path)}",
         f"<h2>Run with</h2>\n{_environment()}",
     ]
     return write_text(path, document(title, framed("\n".join(sections)), style=STYLE))
@@ -108,13 +120,13 @@ def _metrics(result: Result) -> str:
     return table(("metric", "measured in", "last value", "step"), body) if body else "<p>Nothing was measured.</p>"
 
 
-def _checkpoints(folder: str | Path | None, page: Path) -> str:
+def _checkpoints(folder: Path | None, page: Path) -> str:
     if folder is None:
         return "<p>None were requested.</p>"
-    home = Path(folder) / "checkpoints"
+    home = folder / "checkpoints"
     steps = sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit()) if home.is_dir() else []
     saved = ", ".join(f"step {step:,}" for step in steps) or "none saved yet"
-    found = {name: os.path.relpath(Path(folder) / name, page.parent) for name in FILES if (Path(folder) / name).exists()}
+    found = {name: os.path.relpath(folder / name, page.parent) for name in FILES if (folder / name).exists()}
     links = ", ".join(f'<a href="{html.escape(Path(target).as_posix())}">{name}</a>' for name, target in found.items())
     return f"<p><code>{html.escape(str(home))}</code>: {saved}</p>" + (f"<p>Files of the run: {links}</p>" if links else "")
 

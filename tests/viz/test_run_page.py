@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd import viz
-from spmd.errors import CheckpointError
+from spmd.errors import CheckpointError, OptionError
 
 EVIL = '<script>alert("x")</script>'
 
@@ -101,4 +101,27 @@ def test_without_checkpoints_it_says_so(run, tmp_path):
         viz.report(result, tmp_path / "a.html", checkpoint=tmp_path / "absent")
     assert not (tmp_path / "a.html").exists()
     assert "None were requested." in viz.report(result, tmp_path / "a.html").read_text(encoding="utf-8")
-    assert "none saved yet" in viz.report(result, tmp_path / "b.html", checkpoint=tmp_path).read_text(encoding="utf-8")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert "none saved yet" in viz.report(result, tmp_path / "b.html", checkpoint=tmp_path / "run").read_text(encoding="utf-8")
+
+
+def test_arguments_of_the_report(run, tmp_path):
+    result, folder = run
+    page = tmp_path / "a.html"
+    for options, text in (
+        ({"result": "runs/missing"}, "result='runs/missing' is a str.\n    fix: what spmd.fit returns."),
+        ({"title": 3}, "title=3 is an int.\n    fix: a str."),
+        ({"checkpoint": 3}, "checkpoint=3 is an int; expected a folder or an spmd.Checkpoint."),
+    ):
+        with pytest.raises(OptionError, match=f"^{re.escape(text)}$"):
+            viz.report(**({"result": result, "path": page} | options))
+    for inside in (folder / "checkpoints", folder / "checkpoints" / "4"):
+        text = f" is inside of the folder of a run, and not that folder.\n    fix: {folder}, which it is in."
+        with pytest.raises(CheckpointError, match=f"{re.escape(text)}$"):
+            viz.report(result, page, checkpoint=inside)
+        with pytest.raises(CheckpointError, match=f"{re.escape(text)}$"):
+            result.trainer.restore(inside)
+    with pytest.raises(CheckpointError, match="is not the folder of a run: it has neither checkpoints nor metrics"):
+        viz.report(result, page, checkpoint=spmd.Checkpoint(tmp_path))
+    assert not page.exists()
+    assert "step 4" in viz.report(result, page, checkpoint=spmd.Checkpoint(folder)).read_text(encoding="utf-8")
