@@ -14,6 +14,10 @@ from flax import linen, nnx
 
 import spmd
 from spmd import errors
+from spmd.layout import toml_reader
+from spmd.layout.check import fit_layout
+from spmd.mesh import MeshSpec
+from spmd.tree import abstract, flatten
 
 
 def dense(rows, columns):
@@ -96,6 +100,21 @@ def rule(path, spec, *more):
 def test_misspelt_layout_name(golden):
     golden("misspelt_layout_name", error_text(errors.LayoutError, fit, layout="fdsp"))
     fits(layout="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    {"zero3": "fsdp", "ZeRO-2": "zero1", "FSDP": "fsdp", "ddp": "data_parallel", "dp": "data_parallel", "tp": "tensor_parallel"}.items(),
+)
+def test_layout_name_of_other_libraries(name, meant):
+    with pytest.raises(errors.LayoutError) as raised:
+        spmd.Layout.load(name)
+    assert raised.value.fix == f'did you mean "{meant}"?'
+
+
+def test_other_names_of_layouts_are_of_shipped_ones():
+    assert set(toml_reader.OTHER_NAMES.values()) <= set(toml_reader.shipped())
+    assert not set(toml_reader.OTHER_NAMES) & set(toml_reader.shipped())
 
 
 def test_unknown_layout_name(golden):
@@ -235,6 +254,22 @@ def test_unmatched_parameter_with_default_error(golden):
     golden("unmatched_parameter_with_default_error", error_text(errors.LayoutError, fit, text))
     fits(text + rule("**/bias", '["-"]'))
     fits(text.replace("error", "replicate"))
+
+
+def test_max_replicated_out_of_reach_of_rules(golden, folder):
+    shipped, model = spmd.Layout.load("fsdp"), {"hidden": dense(30, 50), "head": dense(50, 3)}
+
+    def check(layout, sizes, params=model):
+        return fit_layout(layout, flatten(abstract(params)), {}, MeshSpec.parse(sizes))
+
+    with pytest.raises(errors.LayoutError) as raised:
+        check(shipped, "data=8")
+    golden("max_replicated_out_of_reach_of_rules", str(raised.value))
+    assert any(check(shipped, "data=2").placements["hidden/kernel"].spec), "fewer devices"
+    assert any(check(shipped, "data=8", {"hidden": dense(30, 48)}).placements["hidden/kernel"].spec), "another size"
+    check(spmd.Layout.load("data_parallel"), "data=8")
+    (folder / "mine.toml").write_text(toml_reader.shipped()["fsdp"].read_text().replace("max_replicated = 0.5", "max_replicated = 1"))
+    check(spmd.Layout.load("mine.toml"), "data=8")
 
 
 def test_max_replicated_exceeded(golden):

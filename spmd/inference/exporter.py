@@ -54,7 +54,9 @@ class ExportReport:
     def __str__(self) -> str:
         count, low = len(self.arrays), sum(stored.int8 for stored in self.arrays)
         how = f", {low} of them as int8" if low else ""
-        lines = [f"{self.folder}: {count} arrays{how}, {format_bytes(self.weights_bytes)} of {format_bytes(self.exact_bytes)}"]
+        exact = format_bytes(self.exact_bytes)
+        holds = f"for {exact} of exact weights" if low else f"with {exact} of weights and a header for each array"
+        lines = [f"{self.folder}: {count} arrays{how}, a file of {format_bytes(self.weights_bytes)} {holds}"]
         worst = max(self.arrays, key=lambda stored: stored.relative_error, default=None)
         if low and worst is not None:
             lines.append(f"  largest error: {worst.path}, {worst.relative_error:.2%} of its norm")

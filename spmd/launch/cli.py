@@ -138,11 +138,11 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _show(options: argparse.Namespace) -> str:
-    from spmd.layout.toml_reader import shipped
+    from spmd.layout.toml_reader import shipped, shipped_layout_hint
 
     known = shipped()
     if options.name not in known:
-        raise LayoutError(f'no layout "{options.name}" is shipped.', fix=f"{did_you_mean(options.name, known)}")
+        raise LayoutError(f'no layout "{options.name}" is shipped.', fix=shipped_layout_hint(options.name))
     return known[options.name].read_text(encoding="utf-8").rstrip()
 
 

@@ -41,7 +41,8 @@ path = folder.choose_folder(None, None) if chosen is None else None
 part = path and folder.machine_folder(path)
 enabled = jax.config.jax_enable_compilation_cache and bool(chosen or part)
 unsafe = folder.distrust(*filter(None, [path, part])) if enabled else ""
-print(json.dumps({"folder": str(chosen or path or ""), "enabled": enabled, "unsafe": unsafe, "version": bool(folder.misordered())}))
+wrong = {"version": bool(folder.misordered()), "one_cpu_device": folder.loads_wrongly()}
+print(json.dumps({"folder": str(chosen or path or ""), "enabled": enabled, "unsafe": unsafe, **wrong}))
 """
 
 
@@ -165,7 +166,7 @@ def _brought(listed: Sequence[str], declared: Mapping[str, Sequence[str]]) -> It
                 yield from _brought(declared[extra], declared)
             elif _version(name) is not None:
                 lines = importlib.metadata.requires(name) or ()
-                yield from (_name(line) for line in lines if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line))
+                yield from _brought([line for line in lines if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line)], declared)
 
 
 def is_allowed(version: str, requirement: str) -> bool:
@@ -314,7 +315,11 @@ def _of_folders(found: Mapping[str, Any]) -> Iterator[Problem]:
         why = f"{gib(disk['free'])} are free, and checkpoints need space."
         yield Problem(disk["folder"], [why], "remove what is not needed, or use another folder; --folder examines it.")
     if cache.get("enabled") and cache["unsafe"]:
-        fix = "jaxlib before 0.11.2; or nothing: programs are compiled again." if cache["version"] else "SPMD_CACHE names another folder."
+        fix = (
+            "none is needed: results are right, and only starts take longer; jaxlib before 0.11.2 loads programs."
+            if cache["version"]
+            else "SPMD_CACHE names another folder."
+        )
         yield Problem("no compiled programs are kept or loaded", [f"{cache['unsafe']}."], fix)
     elif cache.get("enabled") and not cache["writable"]:
         yield Problem(f"{cache['folder']} cannot be written to", ["so no compiled programs are kept."], "SPMD_CACHE names another folder.")

@@ -99,4 +99,5 @@ def _cache(cache: Mapping[str, Any]) -> str:
     if not cache["enabled"] or cache["unsafe"]:
         return "off" if not cache["enabled"] else "not used"
     count = f"{cache['entries']:,} files, {gib(cache['bytes'])}"
-    return f"{count}, {'writable' if cache['writable'] else 'not writable'}"
+    note = "; not used by several CPU devices with this jaxlib: each start compiles" if cache.get("one_cpu_device") else ""
+    return f"{count}, {'writable' if cache['writable'] else 'not writable'}{note}"

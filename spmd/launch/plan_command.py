@@ -11,7 +11,7 @@ from typing import Any
 
 from spmd.deprecated import warn
 from spmd.errors import OptionError
-from spmd.launch.progress_line import show_progress
+from spmd.launch.progress_line import show_lines, show_progress
 from spmd.launch.script_fit import call_at_fit
 from spmd.layout.toml_reader import load_registered
 from spmd.planner.target import Cluster, load as load_target, shipped
@@ -155,8 +155,8 @@ def _search(options: argparse.Namespace) -> str | tuple[str, int]:
     searched = ("layout", "mesh", "accumulate")
     step = {name: value for name, value in _step_arguments(options)[0].items() if name not in searched}
     chosen = {"compiles": options.compiles, "max_seconds": options.max_seconds, "compiler_options": options.compiler_options}
-    result = search(**step, candidates=candidates, **chosen, timeout=options.timeout, say=show_progress)
-    show_progress("")
+    result = search(**step, candidates=candidates, **chosen, timeout=options.timeout, say=show_lines)
+    show_lines("")
     text = f"{result}\n\n{result.conclusion()}"
     if not result.plans:
         return paint(text, {result.verdict.partition(" ")[0]: "red"}, sys.stdout), FOUND_NOTHING

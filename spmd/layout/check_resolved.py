@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.fixes import first_names, more_names
+from spmd.layout.fixes import first_names, more_names, near_multiples
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import Names, Resolved, codec_rule, default_origin, each_name, resolve
 from spmd.mesh import MeshSpec
@@ -23,7 +23,7 @@ def resolved_problems(
 ) -> list[Problem]:
     """Every problem of the layout as a whole. `fits` returns whether it would have none on another mesh."""
     problems = [
-        *_share_problems(resolved, params, names, stacks),
+        *_share_problems(resolved, params, names, stacks, fits),
         *_exchange_problems(resolved),
         *_server_problems(resolved),
         *_expert_problems(resolved),
@@ -145,7 +145,9 @@ def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("[experts] axis", [why], f'[axes]  expert = "{axis}".', kind="unused_axis")
 
 
-def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Names], stacks: Mapping[str, int]) -> Iterator[Problem]:
+def _share_problems(
+    resolved: Resolved, params: Params, names: Mapping[str, Names], stacks: Mapping[str, int], fits: Callable[[MeshSpec], bool]
+) -> Iterator[Problem]:
     """More replicated bytes than the layout's `max_replicated` allows."""
     layout, mesh = resolved.layout, resolved.mesh
     limit, share = layout.default.max_replicated, _replicated_share(resolved)
@@ -160,7 +162,20 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
     lines += [f"largest: {place.path}   {describe(place)}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest]
     lines.append(f"mesh axes that no parameter uses: {', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}.")
     enough = min(1.0, int(share * 100 + 1) / 100)
-    fix = f"rules or logical axis names for the largest, or max_replicated = {enough:g}."
+    allow = f"max_replicated = {enough:g}"
+    if layout.source.startswith("layouts/"):  # a shipped one
+        allow += f" in a copy (spmd layouts show {layout.name} > mine.toml)"
+    fix = f"rules or logical axis names for the largest, or {allow}."
+    stuck = {place.path: place for place in replicated if not _divisible(params.get(place.path, place).shape, mesh)}
+    if sum(place.nbytes for place in stuck.values()) > limit * total:
+
+        def suffices(other: MeshSpec) -> bool:
+            return _replicated_share(resolve(layout, params, names, other, stacks)) <= limit and fits(other)
+
+        place = max(stuck.values(), key=lambda place: place.nbytes)
+        fix = _fix_of_sizes(resolved, place.path, params.get(place.path, place).shape, allow, suffices)
+        yield Problem("[default] max_replicated", lines, fix, kind="too_much_replicated")
+        return
     for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
         sharded = dataclasses.replace(layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}"))
         left = _replicated_share(resolve(sharded, params, names, mesh, stacks))
@@ -168,6 +183,32 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
             fix = f'[default] params = "shard:{axis}" ({left:.1%} would stay replicated), or {fix}'
             break
     yield Problem("[default] max_replicated", lines, fix, kind="too_much_replicated")
+
+
+def _divisible(shape: tuple[int, ...], mesh: MeshSpec) -> bool:
+    """Whether a mesh axis of more than one device divides a dim."""
+    return any(dim and dim % size == 0 for dim in shape for _, size in mesh.axes if size > 1)
+
+
+def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: str, suffices: Callable[[MeshSpec], bool]) -> str:
+    """What helps where no rule does, since no mesh axis divides a dim of the largest parameters, of which one is at `path`."""
+    layout, mesh = resolved.layout, resolved.mesh
+    shards = [size for axis, size in mesh.axes if layout.default.params == f"shard:{axis}"]
+    unit = shards[0] if shards else min(size for _, size in mesh.axes if size > 1)
+    fixes = [f"sizes that {unit} divides, such as {near_multiples(max(shape), unit)} for the {max(shape)} of {path}"] if shape else []
+    smaller = [
+        MeshSpec(tuple((name, part if name == axis else size) for name, size in mesh.axes))
+        for axis, devices in mesh.axes
+        for part in range(2, devices)
+        if devices % part == 0
+    ]
+    for other in sorted(smaller, key=lambda other: -other.size):
+        if suffices(other):
+            fixes.append(f'fewer devices, mesh=spmd.make_mesh("{other}", devices=jax.devices()[:{other.size}])')
+            break
+    if mesh.names == ("data",):
+        fixes.append('layout="data_parallel"')
+    return f"no rule can shard the largest: {', or '.join([*fixes, allow])}."
 
 
 def _replicated_share(resolved: Resolved) -> float:

@@ -30,6 +30,34 @@ from spmd.wire.server.timing import LINK, SECONDS
 
 Made = TypeVar("Made")
 
+# Names that papers and other libraries give to what a shipped layout does, in small letters and underscores.
+OTHER_NAMES = {
+    "dp": "data_parallel",
+    "ddp": "data_parallel",
+    "distributed_data_parallel": "data_parallel",
+    "replicated": "data_parallel",
+    "zero_1": "zero1",
+    "zero2": "zero1",  # its gradients are reduce-scattered too
+    "zero_2": "zero1",
+    "zero3": "fsdp",
+    "zero_3": "fsdp",
+    "fully_sharded": "fsdp",
+    "fully_sharded_data_parallel": "fsdp",
+    "tp": "tensor_parallel",
+    "megatron": "tensor_parallel",
+    "sp": "sequence_parallel",
+    "cp": "context_parallel",
+    "ring_attention": "context_parallel",
+    "ep": "expert_parallel",
+    "moe": "expert_parallel",
+    "pp": "pipeline",
+    "pipeline_parallel": "pipeline",
+    "gpipe": "pipeline",
+    "1f1b": "pipeline_1f1b",
+    "ps": "parameter_server",
+    "local_sgd": "diloco",
+}
+
 
 def shipped_folder() -> Path:
     """Where the shipped layouts are: inside the installed package, or `layouts/` of a source checkout."""
@@ -40,6 +68,16 @@ def shipped_folder() -> Path:
 def shipped() -> dict[str, Path]:
     """The layouts that come with the library, by name."""
     return {path.stem: path for path in sorted(shipped_folder().glob("*.toml"))}
+
+
+def shipped_layout_hint(name: str) -> str:
+    """A fix for a misspelt name of a shipped layout, which may also be a name in use elsewhere.
+
+    >>> shipped_layout_hint("ZeRO-3"), shipped_layout_hint("fdsp")
+    ('did you mean "fsdp"?', 'did you mean "fsdp"?')
+    """
+    known, plain = shipped(), re.sub(r"[\s-]+", "_", name.strip().lower())
+    return did_you_mean(OTHER_NAMES.get(plain, plain), known)
 
 
 def load(source: str | Path | Layout) -> Layout:
@@ -61,7 +99,7 @@ def load(source: str | Path | Layout) -> Layout:
     if str(source) in known:
         path = known[str(source)]
     elif path.suffix != ".toml" and not os.path.isfile(path):
-        fix = did_you_mean(str(source), known).replace("known:", "a path to a TOML file, or one of the shipped:")
+        fix = shipped_layout_hint(str(source)).replace("known:", "a path to a TOML file, or one of the shipped:")
         raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}")
     elif not os.path.isfile(path):
         near = closest(path.name, [other.name for other in path.parent.glob("*.toml")]) if os.path.isdir(path.parent) else None

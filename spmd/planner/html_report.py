@@ -32,12 +32,12 @@ def page(plan: PlanData, more: Mapping[str, str]) -> str:
 
 def fragment(plan: PlanData) -> Html:
     """The report for a notebook's cell."""
-    *compiler, title, _ = map(html.escape, headline(plan).split("\n"))
+    *compiler, title, size, _ = map(html.escape, headline(plan).split("\n"))
     kind = {"DOES NOT FIT": "bad", "tight": "tight"}.get(plan.memory.word, "")
     pipelines = "".join(f"<h2>{html.escape(name)}</h2><pre>{html.escape(str(schedule))}</pre>" for name, schedule in plan.schedules.items())
     communication = f'<div class="wide">{table(*traffic_rows(plan.traffic))}</div>'
     lines = [
-        f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{'<br>'.join([title, *compiler])}</p>",
+        f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{'<br>'.join([title, size, *compiler])}</p>",
         f'<p class="verdict {kind}">{html.escape(plan.memory.verdict)}</p>',
         f"<p>{step_time(plan)}, {plan.rows_per_second:,.0f} rows/s (predicted); "
         f"{format_bytes(plan.traffic.bytes())} sent by each device per step.</p>",

@@ -121,9 +121,10 @@ def search(
     left_out |= {layout.name: why for family, layout in enumerate(layouts) if (why := space.impossible(family))}
     kinds = {why.kind for why in rejected.values()}
     complete = not run.failed and "limit" not in kinds
+    limit = f"the time limit of {max_seconds:g} s" if run.out_of_time and "limit" in kinds else ""
     would_hold = _larger(run) if "memory" in kinds and not fitting and not run.interrupted else None
     took = time.monotonic() - started
-    return Search(cluster, alone, tuple(fitting), rejected, left_out, complete, would_hold, run.interrupted, run.compiled, took)
+    return Search(cluster, alone, tuple(fitting), rejected, left_out, complete, would_hold, run.interrupted, run.compiled, took, limit)
 
 
 def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float) -> Plan:
@@ -137,7 +138,7 @@ def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float) -
         return build_plan(Plan, placed, batch, one, timeout=timeout)
 
     if platform != "cpu":
-        with contextlib.suppress(LayoutError):  # the model has no attention
+        with contextlib.suppress(LayoutError, CompileError):  # the model has no attention, or the compiler fails on it
             return plan(Layout(attention=Attention("auto")))
     return plan(Layout())
 
@@ -179,6 +180,7 @@ class SearchRun:
     deadline: float = math.inf  # of `time.monotonic`, after which no program is started
     started: float = dataclasses.field(default_factory=time.monotonic)
     interrupted: bool = False  # by Ctrl-C
+    out_of_time: bool = False  # at `deadline`
     plans: dict[Candidate, Plan] = dataclasses.field(default_factory=dict)
     reasons: dict[Candidate, Reason] = dataclasses.field(default_factory=dict)
     fits: dict[Candidate, bool] = dataclasses.field(default_factory=dict)  # of each plan, which computes it from likelihoods
@@ -212,6 +214,7 @@ class SearchRun:
                 self._enqueue(self.space.groups(candidate.family))
             if why.kind == "memory":
                 self._enqueue(self._lighter(candidate))
+        self.out_of_time = bool(self._queue) and time.monotonic() >= self.deadline
 
     @property
     def compiled(self) -> int:
@@ -235,10 +238,15 @@ class SearchRun:
 
     def rejected(self) -> Iterator[tuple[Candidate, Reason]]:
         """Every candidate that was not compiled, or does not fit, and why."""
+        if self.interrupted:
+            ended = "the search was interrupted"
+        elif self.out_of_time:
+            ended = "the time limit was reached"
+        else:
+            ended = f"the limit of programs was reached, after {self.compiled}; those with faster estimates came first"
+        limit = Reason(f"not compiled: {ended}", "limit")
         for candidate in self.space.all():
             if candidate not in self.plans:
-                why = "the search was interrupted" if self.interrupted else f"{len(self.plans)} were, and others promised more"
-                limit = Reason(f"not compiled, for {why}", "limit")
                 yield candidate, self.reasons.get(candidate) or self._why_skip(candidate) or limit
             elif not self.fits[candidate]:
                 needed = format_bytes(self.plans[candidate].memory.expected)
@@ -364,7 +372,7 @@ class SearchRun:
 
     def _compile(self, candidate: Candidate, limit: float) -> None:
         """Compile a candidate and enqueue those of its family that may be better; or record why it cannot be compiled."""
-        of = "" if math.isinf(limit) else f" of {limit if self.best else 2 * limit}"
+        of = "" if math.isinf(limit) else f" of {limit if self.best or self.compiled < limit else 2 * limit}"
         best = f"; the best so far takes {seconds(self.best.period.seconds)}" if self.best else ""
         self.say(f"compiling {self.compiled + 1}{of}, {time.monotonic() - self.started:.0f} s: {candidate}{best}")
         try:

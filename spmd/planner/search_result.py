@@ -34,6 +34,10 @@ class Reason(str):
         return self
 
 
+def _programs(count: int) -> str:
+    return f"{count} program{'s' * (count != 1)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """The result of `search`; printed, a table and the reasons for rejections.
@@ -48,6 +52,7 @@ class Search:
       would_hold: if nothing fits, a plan on the smallest mesh found on which the step fits.
       interrupted: whether Ctrl-C ended the search; the plans are those made before.
       programs, seconds: how many programs were compiled, apart from those for one device, and how long everything took.
+      time_limit: the limit that ended the search before all candidates were tried, such as "the time limit of 150 s"; "" if none did.
     """
 
     cluster: Cluster
@@ -60,6 +65,7 @@ class Search:
     interrupted: bool = False
     programs: int = 0
     seconds: float = 0.0
+    time_limit: str = ""
 
     @property
     def best(self) -> Plan | None:
@@ -141,7 +147,15 @@ class Search:
     def head(self) -> str:
         """How many candidates fit, for which target, and the same step on one device."""
         alone = f"on one device: {seconds(self.alone.timeline.seconds)}, {format_bytes(self.alone.memory.peak)}."
-        return f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
+        head = f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
+        return f"{head}\n{self._why_ended}" if self.time_limit else head
+
+    @property
+    def _why_ended(self) -> str:
+        """What the time limit has left out, as a sentence."""
+        left = sum(why.kind == "limit" for why in self.rejected.values())
+        of = f"{left} of {len(self.plans) + len(self.rejected)} candidates were not tried; max_seconds (--max-seconds) sets it."
+        return f"{self.time_limit[0].upper()}{self.time_limit[1:]} was reached after {_programs(self.programs)}: {of}"
 
     @property
     def verdict(self) -> str:
@@ -151,7 +165,7 @@ class Search:
     def rows(self) -> list[tuple[str, ...]]:
         """The table: its header, then every plan, fastest first; the last column marks the Pareto front."""
         fastest = self.plans[0][1].period.seconds if self.plans else 0.0
-        rows = [("", "candidate", "step", "", "peak", "waits", "sent/device", "")]
+        rows = [("", "candidate", "step", "vs best", "peak", "waits", "sent/device", "")]
         front = {candidate for candidate, _ in self.front}
         for number, (candidate, plan) in enumerate(self.plans, 1):
             step, waits = plan.period.seconds, 1 - plan.period.utilization
@@ -162,8 +176,8 @@ class Search:
 
     def conclusion(self, count: int = 5) -> str:
         """The fastest plans and the best, and what it took to find them: the end of what `spmd search` prints."""
-        took = f"{self.programs} program{'s' * (self.programs != 1)} in {self.seconds:.0f} s"
-        took += ", then interrupted" if self.interrupted else ""
+        took = f"{_programs(self.programs)} in {self.seconds:.0f} s"
+        took += ", then interrupted" if self.interrupted else f", then {self.time_limit}" if self.time_limit else ""
         if self.best is None:
             return filled(f"{self.verdict}; {took}.")
         header, *rows = self.rows()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -66,11 +67,21 @@ def headline(plan: PlanData) -> str:
     lines = [
         f"compiled by {plan.compiled.compiler}" if plan.compiled.exact else plan.compiled.compiler,
         f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
+        model_size(plan),
         f"{plan.memory.verdict.rstrip('.')}; {sent} sent by each device per step; {step}, {plan.rows_per_second:,.0f} rows/s.",
     ]
     if options := {name: value for name, value in plan.compiled.options.items() if CPU_DEFAULTS.get(name) != value}:
         lines.insert(1, f"compiler options: {', '.join(f'{name}={as_toml(value)}' for name, value in options.items())}")
     return "\n".join(lines)
+
+
+def model_size(plan: PlanData) -> str:
+    """How many numbers the parameters are, in how many arrays, and their bytes before training and before they are sharded."""
+    leaves = plan.program.placed.abstract_params.values()
+    count, size = sum(math.prod(leaf.shape) for leaf in leaves), sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    scale, unit = next(((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M")) if count >= scale), (1, ""))
+    shown = f"{count / scale:.3g}{unit}" if unit else f"{count:,}"
+    return f"{shown} parameters in {len(leaves)} array{'s' * (len(leaves) != 1)}, {format_bytes(size)}"
 
 
 def timeline_text(plan: PlanData) -> str:

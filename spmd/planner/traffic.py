@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,11 +13,13 @@ from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.hlo import Array, Instruction, Module, collective_kind, groups, payload
 from spmd.planner.target import Cluster
+from spmd.render.collapse import LEAST, ranges
 from spmd.render.html import aligned, filled
 from spmd.tree import format_bytes
 from spmd.wire.comm_log import SENT
 
 PURPOSES = ("gradients", "parameters", "matrices", "activations", "statistics", "metrics")
+_LEVEL = re.compile(r"(?<=/)\d+(?=[/)]|$)")  # a level of a path that is a number
 _SCOPES = {
     "gather_params": "parameters",
     "reduce_gradients": "gradients",
@@ -132,8 +135,8 @@ class Traffic:
 
 
 def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The header and rows of the table; equal transfers share a row, and those that send the most come first."""
-    counts = Counter(dataclasses.replace(transfer, name="") for transfer in traffic.transfers)
+    """The header and rows of the table; equal transfers, also of equal layers, share a row, and those that send the most come first."""
+    counts = _of_equal_layers(Counter(dataclasses.replace(transfer, name="") for transfer in traffic.transfers))
     rows = [
         (
             transfer.purpose,
@@ -147,6 +150,25 @@ def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...
         for transfer, count in sorted(counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
     ]
     return ("what", "collective", "over", "payload", "times", "sent/device", "where"), rows
+
+
+def _of_equal_layers(counts: Counter[Transfer]) -> Counter[Transfer]:
+    """Transfers that differ only in the numbers of the layers that they come from, as one, at `blocks/{0..11}`."""
+    groups: dict[Transfer, dict[tuple[int, ...], Transfer]] = {}
+    for transfer in counts:
+        alike = dataclasses.replace(transfer, where=_LEVEL.sub("*", transfer.where))
+        groups.setdefault(alike, {})[tuple(map(int, _LEVEL.findall(transfer.where)))] = transfer
+    joined = Counter[Transfer]()
+    for members in groups.values():
+        levels = [sorted(set(level)) for level in zip(*members, strict=True)]
+        if len(members) < LEAST or math.prod(map(len, levels)) != len(members):
+            joined.update({transfer: counts[transfer] for transfer in members.values()})
+            continue
+        texts = iter([ranges(level) if len(level) > 1 else str(level[0]) for level in levels])
+        first = next(iter(members.values()))
+        where = _LEVEL.sub(lambda match, texts=texts: next(texts), first.where)
+        joined[dataclasses.replace(first, where=where)] = sum(counts[transfer] for transfer in members.values())
+    return joined
 
 
 def _payload(arrays: tuple[Array, ...]) -> str:

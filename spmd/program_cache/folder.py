@@ -78,15 +78,24 @@ def machine_folder(folder: Path) -> Path:
     return folder / f"cpu-{hashlib.sha256(chr(10).join([platform.machine(), *features]).encode()).hexdigest()[:12]}"
 
 
+# what follows from `misordered`, as a sentence after it
+COMPILED_INSTEAD = " This run compiles its programs, so its results are right; only starts take longer."
+
+
 def misordered() -> str:
     """Why this process must not load any program; "" if it may.
 
     Since 0.11.2, jaxlib loads a program for several CPU devices without the order of its collectives across loops: two that run at the same
     time give wrong values or end the process (0.12.0.1 too; 0.11.1 and programs that are compiled are right; GPUs have another loader).
     """
-    if jax.default_backend() != "cpu" or jax.device_count() == 1 or jaxlib.version.__version_info__ < MISORDERED:
+    if jax.device_count() == 1 or not loads_wrongly():
         return ""
-    return f"with jaxlib {jaxlib.__version__}, a program for several CPU devices that is loaded and not compiled computes wrong values"
+    return f"jaxlib {jaxlib.__version__} does not load programs for several CPU devices correctly"
+
+
+def loads_wrongly() -> bool:
+    """Whether this jaxlib, on a CPU, loads programs for several devices incorrectly; see `misordered`."""
+    return jax.default_backend() == "cpu" and jaxlib.version.__version_info__ >= MISORDERED
 
 
 def distrust(*folders: Path) -> str:

@@ -6,7 +6,7 @@ Nothing is compiled before the first step.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -325,10 +325,14 @@ class Program:
         """
         if (kind := batch_signature(inputs)) in self._traced_inputs:
             return
-        state = abstract(self.placed.abstract_state)
-        try:
+        variables = abstract(self.placed.abstract_state).variables
+
+        def trace(tree: Tree) -> None:
             with LEAKS:
-                jax.eval_shape(self._predict, state.variables, inputs)
+                jax.eval_shape(self._predict, variables, tree)
+
+        try:
+            trace(inputs)
         except SpmdError:
             raise
         except Exception as error:
@@ -336,10 +340,14 @@ class Program:
                 ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(tree).items())
                 for tree in (inputs, self.placed.sample)
             )
-            raise DataError(
-                f"predict: the model fails on {given}: {first_line(error)}\n"
-                f"    fix: what the loss calls the model with; the batches that it was trained on hold {trained}."
-            ) from error
+            fix = f"what the loss calls the model with; the batches that it was trained on hold {trained}"
+            for name, entry in inputs.items() if isinstance(inputs, Mapping) else ():
+                with contextlib.suppress(Exception):  # whatever the model raises on another entry
+                    trace(entry)
+                    fix = f"predict(batch[{name!r}]), which the model takes"
+                    break
+            why = f"predict calls the model with its argument as it is, and the model fails on {given}: {first_line(error)}"
+            raise DataError(f"{why}\n    fix: {fix}.") from error
         self._traced_inputs.add(kind)
 
     def _run(self, key: tuple, *arguments: Any) -> Any:

@@ -263,6 +263,11 @@ class PlacedModel:
         """Shapes and dtypes of the arrays of the model as it was given, packed in no way."""
         return self._own
 
+    @property
+    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of all parameters by path, those that are not trained too, packed and quantized in no way."""
+        return flatten(self._traced.params)
+
     @functools.cached_property
     def _traced(self) -> Variables:
         """Shapes and dtypes of all parameters, in place of those that are trained."""

@@ -116,10 +116,11 @@ def test_checkpoint_rejects_a_metric_that_evaluation_lacks(tmp_path):
 def test_inputs_to_predict_that_do_not_fit_are_refused():
     result = trained()
     text = (
-        r"predict: the model fails on float32\[8, 5\]: TypeError: .*\n    fix: what the loss calls the model with; "
+        r"the model fails on float32\[8, 5\]: TypeError: .*\n    fix: what the loss calls the model with; "
         r"the batches that it was trained on hold x float32\[8, 4\], y float32\[8, 1\]\."
     )
-    for inputs, expected in [(rows(width=5)["x"], text), (rows(), r"predict: the model fails on x float32\[8, 4\], y float32\[8, 1\]: ")]:
+    batch = r"its argument as it is, and the model fails on x float32\[8, 4\], y float32\[8, 1\]: .*\n    fix: predict\(batch\['x'\]\)"
+    for inputs, expected in [(rows(width=5)["x"], text), (rows(), batch)]:
         with pytest.raises(DataError, match=expected):
             result.predict(inputs)
     assert result.predict(rows(20)["x"]).shape == (20, 1)

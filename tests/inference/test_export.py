@@ -344,6 +344,7 @@ def test_int8_is_a_quarter_of_the_bytes_and_says_what_it_lost(digits, tmp_path):
         bound = np.abs(values).max(0) / 127 / 2 if stored.int8 else 0
         assert stored.max_error <= np.max(bound) * 1.0001 and (stored.max_error > 0) == stored.int8
         assert 0 <= stored.relative_error < 0.01
+    assert re.search(r": 3 arrays, a file of [\d.]+ KiB with [\d.]+ (Ki)?B of weights and a header for each array$", str(exact))
     assert re.search(r"3 arrays, 2 of them as int8, .*\n  largest error: params/\w+, 0\.\d+% of its norm\n  loss .* -> ", str(small))
 
 
@@ -374,7 +375,11 @@ def test_several_processes_write_one_folder(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout
     reports, errors = (re.findall(rf"{word} (.*)", done.stdout) for word in ("REPORT", "ERROR"))
-    assert len(reports) == 2 and reports[0] == reports[1] and re.search(r"2 arrays, 1 of them as int8, 1\.\d KiB of 2\.2 KiB\|", reports[0])
+    assert (
+        len(reports) == 2
+        and reports[0] == reports[1]
+        and re.search(r"2 arrays, 1 of them as int8, a file of 1\.\d KiB for 2\.2 KiB of exact weights\|", reports[0])
+    )
     assert len(errors) == 2 and all(line.endswith("model is not empty.") for line in errors)
     assert spmd.load_exported(tmp_path / "model").predict(np.ones((3, 64), np.float32)).shape == (3, 8)
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "model"}

@@ -118,6 +118,15 @@ def test_extras_of_extras_are_looked_at(monkeypatch):
     assert {name: extra["missing"] for name, extra in doctor_checks.extras().items()} == {"data": ["grain"], "dev": ["grain"]}
 
 
+def test_extras_of_required_packages_are_looked_at(monkeypatch):
+    """`jax[cuda13]` requires `jax-cuda13-plugin[with-cuda]`, which alone brings cuDNN; the compiler's extra has the plugin without it."""
+    required = {"jax": ['plugin[with-cuda]; extra == "cuda13"', 'plugin; extra == "local"'], "plugin": ['cudnn>=9; extra == "with-cuda"']}
+    monkeypatch.setattr(doctor_checks, "requirements", lambda: {"": [], "cuda": ["jax[cuda13]>=0.10"], "compiler": ["plugin"]})
+    monkeypatch.setattr(doctor_checks, "_version", lambda package: None if package == "cudnn" else "1.0")
+    monkeypatch.setattr(doctor_checks.importlib.metadata, "requires", required.get)
+    assert {name: extra["missing"] for name, extra in doctor_checks.extras().items()} == {"cuda": ["cudnn"], "compiler": []}
+
+
 def test_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").touch()
     assert doctor_checks.disk(tmp_path / "file")["failure"] == "Not a directory"

@@ -12,7 +12,8 @@ from spmd.planner.hlo import Array, arrays_of, collective_kind, groups, parse, p
 from spmd.planner.kernel_time import matmul, product_time
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import timeline_of, transfer_time
-from spmd.planner.traffic import Transfer, traffic_of
+from spmd.planner.traffic import Traffic, Transfer, traffic_of, traffic_rows
+from spmd.tree import format_bytes
 
 CLUSTER = Cluster.parse("2x4xh100")
 MESH = MeshSpec.parse("data=4,model=2")
@@ -176,6 +177,17 @@ def test_two_nodes_exchange_an_all_reduce_by_trees():
     """Between more nodes a ring sends nearly twice the array."""
     sent = [Transfer("all_reduce", "", (), 8 * n, 8, (Array("float32", (1 << 20,), 32),), 1, "", "", True).levels[1] for n in (1, 2, 3)]
     assert sent == [0.0, (4 << 20) / 8, 2 * 23 / 24 * (4 << 20) / 8]
+
+
+def test_transfers_of_equal_layers_share_a_row():
+    def of(where, width=64):
+        return Transfer("all_reduce", "activations", ("model",), 4, 4, (Array("float32", (8, width), 32 * width),), 1, where, where, False)
+
+    layers = [of(f"jvp(blocks/{n})/mlp/down/psum") for n in (0, 1, 2, 3, 7)]
+    rest = [of("jvp(blocks/4)/mlp/down/psum", 32), *(of(f"jvp(blocks/{n})/attention/psum") for n in (0, 1)), of("jvp(head)/psum")]
+    _, rows = traffic_rows(Traffic((*layers, *rest)))
+    assert rows[0][-2:] == (format_bytes(5 * layers[0].sent), "jvp(blocks/{0..3,7})/mlp/down/psum")
+    assert sorted(row[-1] for row in rows[1:]) == sorted(transfer.where for transfer in rest)
 
 
 STARTS = {  # of an all-reduce, as jaxlib 0.10 and 0.11 write it, and of several arrays at once

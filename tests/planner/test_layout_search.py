@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import html
 import itertools
 import math
 import re
@@ -15,11 +16,12 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.errors import SpmdError
+from spmd.errors import CompileError, SpmdError
 from spmd.launch.cli import main
 from spmd.layout.schema import Batch, Remat
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.planner import plan_data
 from spmd.planner.candidates import CandidateSpace, chosen_layouts, microbatches, remats, update_differences, with_fused_attention
 from spmd.planner.layout_search import SearchRun
 from spmd.planner.lower_bounds import lower_bounds_of
@@ -374,6 +376,24 @@ def test_no_program_is_started_after_the_last_second(device, monkeypatch):
     monkeypatch.setattr("spmd.planner.layout_search.time", SimpleNamespace(monotonic=lambda: next(clock)))
     search = spmd.search(MODEL, BATCH, target=f"2x{device(10**9)}", candidates=["fsdp"], max_seconds=50, **TRAINS)
     assert not search.plans and not search.complete and {why.kind for why in search.rejected.values()} == {"limit"}
+    assert set(search.rejected.values()) == {"not compiled: the time limit was reached"}
+    count = len(search.rejected)
+    ended = f"The time limit of 50 s was reached after 0 programs: {count} of {count} candidates were not tried; "
+    ended += "max_seconds (--max-seconds) sets it."
+    assert ended in str(search).replace("\n", " ") and ended in html.unescape(search._repr_html_())
+    assert search.conclusion().replace("\n", " ").endswith("s, then the time limit of 50 s.")
+
+
+def test_a_candidate_that_cannot_be_compiled_is_rejected_and_the_search_continues(device, monkeypatch):
+    def fail(program, cluster, original=plan_data.compile_step, **options):
+        if program.placed.resolved.layout.optimizer.shard:
+            raise CompileError("XLA gave up\nand said so at length", summary="XLA gave up")
+        return original(program, cluster, **options)
+
+    monkeypatch.setattr(plan_data, "compile_step", fail)
+    search = spmd.search(MODEL, BATCH, target=f"2x{device(10**9)}", candidates=["zero1", "data_parallel"], compiles=3, **TRAINS)
+    assert search.best.layout.name == "data_parallel" and not search.complete
+    assert {why for candidate, why in search.rejected.items() if candidate.layout.name == "zero1"} >= {"XLA gave up"}
 
 
 def test_activations_of_one_device_rule_out_what_cannot_fit(device):
@@ -447,7 +467,7 @@ def test_an_interrupted_search_keeps_what_it_has(device, monkeypatch):
     candidates = ["data_parallel", "fsdp", "zero1"]
     result = spmd.search(MODEL, BATCH, target=f"4x{device(10**6)}", candidates=candidates, say=said.append, **TRAINS)
     assert result.interrupted and not result.complete and len(result.plans) == result.programs == 2 and result.best.fits
-    assert "not compiled, for the search was interrupted" in str(result)
+    assert "not compiled: the search was interrupted" in str(result)
     shown = dataclasses.replace(result, seconds=61.2).conclusion(1).splitlines()
     assert shown[0] == "THE FASTEST 1 OF 2 THAT FIT (2 programs in 61 s, then interrupted)"
     assert len(shown) == 4 and shown[2].startswith("1") and shown[3].startswith(f"best: {result.plans[0][0]}: ")
@@ -465,7 +485,9 @@ def test_the_command(tmp_path, capsys, device):
     script.write_text(SCRIPT)
     command = ["search", str(script), "--target", f"2x{device(10**6)}", "--candidates", "data_parallel,fsdp", "--compiles", "1"]
     assert main([*command, "--save", str(tmp_path / "best.toml")]) == 0
-    shown = capsys.readouterr().out
+    shown, log = capsys.readouterr()
+    assert re.search(r"^compiling for one device, .*\ncompiling 1 of 1, \d+ s: data_parallel on data=2", log)
+    assert re.search(r"^ +candidate +step +vs best +peak", shown, re.MULTILINE)
     assert re.search(r"^1 +data_parallel on data=2, reduction all_reduce +[\d.]+ us +1\.00", shown, re.MULTILINE)
     assert re.search(r"\n\nTHE FASTEST 1 OF 1 THAT FIT \(1 program in \d+ s\)\n.*\n1 .*\nbest: data_parallel on data=2, .*\n$", shown)
     assert spmd.Layout.load(tmp_path / "best.toml").name == "best"

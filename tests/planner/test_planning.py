@@ -99,6 +99,7 @@ def test_plan_of_small_model_by_hand():
 
 REPORT = """compiled by XLA:CPU, on simulated devices
 this layout on mesh data=4, model=2, 1 node of 8 x a simulated device on this machine's CPU; batch of 32
+18,432 parameters in 2 arrays, 72.0 KiB
 fits: """
 
 
