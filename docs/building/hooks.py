@@ -30,9 +30,9 @@ SEARCH_BOOSTS = {
     "renamed.md": 0.2,
 }  # by the beginning of a page
 FILLERS = (  # of questions; the theme's search would look for every word that begins with one: "tokens" for "to"
-    "a an and any are as at be been but by can could did do does for from get got had has have how i if in into is it its me much must my "
-    "no not of off on one or our should so some than that the their them then there these they this to too up us use used using want was "
-    "we were what when where which while who why will with would you your"
+    "a an and any are as at be been but by can could did do does for from get got had has have how i if in instead into is it its me "
+    "much must my no not of off on one or our set should so some than that the their them then there these they this to too up us use "
+    "used using want was we were what when where which while who why will with would you your"
 ).split()
 _FILLER = "|".join(f"[{word[0].upper()}{word[0]}]{word[1:]}" for word in FILLERS)
 _SPACE = r"""[\s\-,;:!?=(){}\[\]"`/|]|\.(?!\d)|&(?:[lg]t|amp);"""
