@@ -138,7 +138,7 @@ def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float) -
         return build_plan(Plan, placed, batch, one, timeout=timeout)
 
     if platform != "cpu":
-        with contextlib.suppress(LayoutError, CompileError):  # the model has no attention, or the compiler fails on it
+        with contextlib.suppress(LayoutError):  # the model has no attention
             return plan(Layout(attention=Attention("auto")))
     return plan(Layout())
 

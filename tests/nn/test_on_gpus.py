@@ -72,6 +72,9 @@ def hidden(lines):
     return loops_inside
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11), reason="jaxlib 0.11's XLA:GPU sends after the loop, with latency hiding too", strict=True
+)
 def test_permutes_overlap_compute():
     """Forward and backward, a chunk's loop is between start and end. Without `overlap` only the stores of results are there."""
     assert hidden(scheduled(overlap=True)) == [1, 1]
@@ -114,6 +117,7 @@ def test_flash_kernels_fit_a_gpu(target, dtype, size, length, options):
     from spmd.nn.flash_kernel import FLASH
     from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, tiled_attention
     from spmd.planner.compile import topology
+    from spmd.planner.gpu_kernels import gpu_of
     from spmd.planner.target import Cluster
 
     devices = topologies.get_topology_desc(**topology(Cluster.parse(target))).devices
@@ -134,7 +138,8 @@ def test_flash_kernels_fit_a_gpu(target, dtype, size, length, options):
         out, back = jax.vjp(lambda *x: tiled_attention(FLASH, scoring, Inputs(*x[:3], arrays._replace(bias=x[3]))), query, key, value, bias)
         return out, back(grad)
 
-    compiled = jax.jit(forward_and_backward).lower(query, key, key, bias, arrays, query).compile()
+    with gpu_of(Cluster.parse(target).target):
+        compiled = jax.jit(forward_and_backward).lower(query, key, key, bias, arrays, query).compile()
     calls = len(re.findall(r"custom_call_target=.__gpu.xla.gpu.triton", compiled.as_text()))
     assert calls == 3 + (options == "all"), "the bias has a kernel of its own"
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2 * 8 * length * np.dtype("float32").itemsize
