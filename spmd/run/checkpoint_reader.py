@@ -217,7 +217,7 @@ class CheckpointReader:
                     self._repacking(step, meta, wanted, packing, of="model")
                     error = CheckpointError(f"{error}\n", fix=RESTORE_PARAMS, problems=error.problems)
                 raise error from None
-            comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.is_needed)
+            comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.moves_params)
             state = {rewrapping.names[path]: leaf for path, leaf in repacking.to_read().items()}
             restored = self._read(step, {**comm_state, STATE: state})
             flat = repacking.move(rewrapping.renamed(restored.pop(STATE)))
@@ -227,7 +227,7 @@ class CheckpointReader:
             flat |= opening(params, rewrapping.new) if rewrapping.new else {}
             fresh = memory(params) if any(path not in flat for path in arrays) else {}
             flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
-            changes = [*rewrapping.changes, *([str(repacking)] if repacking.is_needed and changes else []), *changes]
+            changes = [*rewrapping.changes, *([str(repacking)] if repacking.moves_params and changes else []), *changes]
             return map_paths(functools.partial(take, flat), wanted), changes
 
     def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree, Tree]:
