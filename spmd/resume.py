@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from spmd.data.work_assignment import Position
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
-from spmd.run.checkpoint_reader import data_changes, is_hashed, saved_position
+from spmd.run.checkpoint_reader import data_changes, is_hashed, option_changes, saved_position
 from spmd.run.config import StartPoint
 from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
@@ -109,11 +108,6 @@ def start(
     return start_point
 
 
-def _wrappers(options: Mapping[str, Any]) -> set[str]:
-    """The optimizer's wrappers whose options are among these, as in `skip_spikes(sigmas)`."""
-    return {name.partition("(")[0] for name in options if "(" in name}
-
-
 def _restore(
     store: CheckpointStore,
     trainer: Trainer,
@@ -135,7 +129,7 @@ def _restore(
         return None
     saved = store.meta(step) if in_memory is None else in_memory.meta
     with store.naming_errors(step):
-        layout, callbacks, options = saved["layout"], saved.get("callbacks", []), {"mesh": saved["mesh"], **saved["options"]}
+        callbacks, changes = saved.get("callbacks", []), option_changes(saved, meta)
         owes, evaluated = (saved.get(name) is True for name in ("owes_evaluation", "evaluated"))
         account.resume(saved.get("pace"))
     now = meta["data"]
@@ -147,12 +141,6 @@ def _restore(
     problems = data_changes(data, now)
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
     raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
-    new_options = {"mesh": meta["mesh"], **meta["options"]}
-    rewrapped = _wrappers(options) ^ _wrappers(new_options)  # of which a line says that they are new, or gone
-    names = [name for name in {**options, **new_options} if options.get(name) != new_options.get(name)]
-    names = [name for name in names if name.partition("(")[0] not in rewrapped]
-    changes = [f"{name} was {options.get(name)}, is {new_options.get(name)}" for name in names]
-    changes += ["the layout has changed"] if layout != meta["layout"] else []
     if is_hashed(now) and not is_hashed(data):
         changes.append("the checkpoint has no hash of its data, so the contents of the data were not compared")
     changes += ["the checkpoint does not say where in its data the loop was: its first epoch begins"] if alone else []

@@ -17,7 +17,7 @@ from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, batch_signatu
 from spmd.data.prefetch import allow_transfers, prefetch
 from spmd.data.retries import read_epoch
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
-from spmd.data.work_assignment import Position, check_participation, epoch_batches
+from spmd.data.work_assignment import Position, check_participation, epoch_batches, epoch_ended
 from spmd.distributed import uneven_batches, watchdog
 from spmd.errors import CheckpointError, DataError, OptionError, check_integer, did_you_mean, raise_problems, short_repr
 from spmd.layout.compiler import compiler_notes
@@ -29,8 +29,8 @@ from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
-from spmd.run.checkpoint import Checkpoint, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, saved_position
+from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
+from spmd.run.checkpoint_reader import CheckpointReader, check_not_inside, check_run_folder, data_changes, option_changes, saved_position
 from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
@@ -42,7 +42,7 @@ from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.skipped_updates import inner_state
-from spmd.train.state import State, check_alive, replicated_moments
+from spmd.train.state import State, check_alive, check_placed, replicated_moments
 from spmd.train.wrapped_optimizer import options_of
 from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
@@ -250,7 +250,7 @@ class Trainer:
         state, warnings = self.load(reader, chosen)
         for line in warnings:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
-        self._checkpoints.restored(reader.folder, chosen, state)
+        self._checkpoints.restored(reader.folder, chosen, state, reader.steps()[-1])
         return state
 
     @outside_of_mesh()
@@ -260,41 +260,42 @@ class Trainer:
         checkpoint: str | Path | Checkpoint,
         *,
         metrics: Mapping[str, float] | None = None,
-        wait: bool = True,
     ) -> None:
-        """Save a checkpoint of your own loop, which `restore` reads, on any mesh and layout. Every process of several calls it.
+        """Save a checkpoint of your own loop, which `restore` reads, on any mesh and layout, and wait until it is complete on disk.
+
+        Every process of several calls it.
 
         Args:
-          state: which is not consumed; or what `steps` yields: then the position in the data is saved too, for `steps(resume=...)` and
-            `fit(resume=True)`. A state alone does not say where in its data a loop is: its `step` must be enough to find out.
+          state: the newest of this trainer, which is not consumed; or what `steps` yields: then the position in the data is saved too, for
+            `steps(resume=...)` and `fit(resume=True)`. A state alone does not say where in its data a loop is: its `step` must be enough
+            to find out.
           checkpoint: a folder, or a `Checkpoint`, of which `keep`, `best` and `mode` are used.
           metrics: values of an evaluation of this state, for `Checkpoint(best=...)`.
-          wait: until the checkpoint is complete on disk, and release the folder. False: return as soon as a step may consume the state;
-            the next save waits, and raises if this one failed. End a loop with a save that waits, which may be of the same step.
 
         Raises:
-          CheckpointError: the folder holds another run, that this trainer did not restore, or a step that is not before this one; or this
-            checkpoint, or the previous one, cannot be written.
-          OptionError: `Checkpoint(best=...)` without that metric, or an option that only `fit` has.
+          CheckpointError: the folder holds another run, that this trainer did not restore, or a step that is not before this one; it ranks
+            checkpoints, and this save does not; or the checkpoint cannot be written.
+          OptionError: the state has other arrays, or other shardings, than this trainer's; metrics that are no numbers, that nothing
+            ranks, or that `Checkpoint(best=...)` lacks; or an option that only `fit` has.
 
         Example:
           for info in trainer.steps(data, batch_size=128, epochs=3, resume="runs/loop"):
               if info.step % 500 == 0:
-                  trainer.save(info, "runs/loop", wait=False)
-          trainer.save(info, "runs/loop")
+                  trainer.save(info, "runs/loop")
         """
         info, state = (state, state.state) if isinstance(state, StepInfo) else (None, state)
         config = as_checkpoint(checkpoint)
         if config is None:
             raise CheckpointError("checkpoint=None: there is no folder to save in.")
         check_alive(state)
+        check_placed(state, self.abstract_state)
         source = None if info is None else info.source
         meta = self.about(source, self._program)
         if info is not None and source is not None:
-            ended = info.position.batch == source.steps_per_epoch
+            ended = epoch_ended(source, info.position, drop=self.layout.parameter_server.drop_remainder)
             position = Position(info.position.epoch + 1) if ended else info.position
             meta |= {"position": dataclasses.asdict(position), "callbacks": [], "pace": None}
-        self._checkpoints.save(config, state, int(state.step), meta, metrics or {}, wait=wait)
+        self._checkpoints.save(config, state, int(state.step), meta, metrics or {})
 
     def about(self, source: Source | None, program: Program | None = None) -> dict[str, Any]:
         """The description of a run in its checkpoints, besides the arrays and the position; without `data` if there is no source."""
@@ -474,11 +475,23 @@ class Trainer:
     def _resumed(self, folder: str | Path | Checkpoint, source: Source) -> tuple[State | None, Position]:
         """The state of the newest checkpoint, if there is one yet, and its position in the data."""
         config = as_checkpoint(folder)
-        reader = None if config is None else CheckpointReader(config.path)
-        if config is None or reader is None or reader.latest() is None:
+        if config is None:
+            return None, Position()
+        reader = CheckpointReader(config.path)
+        check_not_inside(reader.folder)
+        newest, damaged = reader.newest_intact()
+        if damaged:
+            store = CheckpointStore(config)
+            try:
+                store.move_damaged(damaged)
+            finally:
+                store.release()
+        if newest is None:
             return None, Position()
         state = self.restore(config)
         step = int(state.step)
+        for change in option_changes(reader.meta(step), self.about(source, self._program)):
+            logging.getLogger("spmd").warning("resumed from step %d: %s", step, change)
         fix = "or  steps(data, state=trainer.restore(folder))  to begin with the first epoch of the data."
         position, data = saved_position(reader.meta(step), step, reader, fix)
         problems = data_changes(data, {**source.fingerprint(), "seed": self._placed.config.seed})

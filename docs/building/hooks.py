@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, InclusionLevel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # MkDocs loads this file alone
@@ -22,11 +23,20 @@ SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml",
 SEARCH_BOOSTS = {
     "cookbook/": 2,
     "troubleshooting.md": 2,
+    "mesh_layout_step.md": 2,
     "from_": 0.8,
     "reference/": 0.5,
     "examples/": 0.3,
     "renamed.md": 0.2,
 }  # by the beginning of a page
+FILLERS = (  # of questions; the theme's search would look for every word that begins with one: "tokens" for "to"
+    "a an and any are as at be been but by can could did do does for from get got had has have how i if in instead into is it its me "
+    "much must my no not of off on one or our set should so some than that the their them then there these they this to too up us use "
+    "used using want was we were what when where which while who why will with would you your"
+).split()
+_FILLER = "|".join(f"[{word[0].upper()}{word[0]}]{word[1:]}" for word in FILLERS)
+_SPACE = r"""[\s\-,;:!?=(){}\[\]"`/|]|\.(?!\d)|&(?:[lg]t|amp);"""
+SEPARATOR = rf"(?:{_SPACE}|\b(?:{_FILLER})(?:n?['’]\w+)?\b)+"  # of words, in pages and in questions
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
@@ -58,6 +68,13 @@ def shown_as(path: str) -> str:
     if file.suffix == ".ipynb":
         return path.removesuffix(".ipynb") + ".md"
     return f"{path}.md" if file.suffix in SOURCES and file.is_file() else f"{path.rstrip('/')}/index.md" if file.is_dir() else path
+
+
+@event_priority(100)  # before the search reads it
+def on_config(config):
+    """Let the search drop punctuation and filler words."""
+    config.plugins["material/search"].config["separator"] = SEPARATOR
+    return config
 
 
 def on_files(files, config):

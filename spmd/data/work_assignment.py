@@ -42,6 +42,20 @@ class Position:
             self.parts, self.workers = self.parts + int(has_rows.sum()), len(has_rows)
 
 
+def epoch_ended(source: Source, at: Position, *, drop: bool) -> bool:
+    """Whether an epoch has no more batches; False where its length is not known.
+
+    Args:
+      drop: a part that is not full is left out.
+    """
+    if not at.workers:
+        return at.batch == source.steps_per_epoch
+    if not isinstance(source, ArraySource):
+        return False
+    unit = source.batch_size // at.workers
+    return at.parts >= (source.examples // unit if drop else -(-source.examples // unit))
+
+
 def epoch_batches(
     source: Source,
     clock: Events | None,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -153,7 +154,8 @@ class CheckpointReader:
         known = {step: value for step in steps if (value := self.metrics(step).get(metric)) is not None}
         if not known:
             raise CheckpointError(f'no checkpoint in {self.folder} has a value of "{metric}".', fix='step="latest".')
-        return (max if mode == "max" else min)(known, key=lambda step: known[step])
+        numbers = {step: value for step, value in known.items() if not math.isnan(value)} or known
+        return (max if mode == "max" else min)(numbers, key=lambda step: numbers[step])
 
     def metrics(self, step: int) -> dict[str, float]:
         """The evaluation's metrics at a step; empty if the run does not rank checkpoints."""
@@ -215,7 +217,7 @@ class CheckpointReader:
                     self._repacking(step, meta, wanted, packing, of="model")
                     error = CheckpointError(f"{error}\n", fix=RESTORE_PARAMS, problems=error.problems)
                 raise error from None
-            comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.is_needed)
+            comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.moves_params)
             state = {rewrapping.names[path]: leaf for path, leaf in repacking.to_read().items()}
             restored = self._read(step, {**comm_state, STATE: state})
             flat = repacking.move(rewrapping.renamed(restored.pop(STATE)))
@@ -225,7 +227,7 @@ class CheckpointReader:
             flat |= opening(params, rewrapping.new) if rewrapping.new else {}
             fresh = memory(params) if any(path not in flat for path in arrays) else {}
             flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
-            changes = [*rewrapping.changes, *([str(repacking)] if repacking.is_needed and changes else []), *changes]
+            changes = [*rewrapping.changes, *([str(repacking)] if repacking.moves_params and changes else []), *changes]
             return map_paths(functools.partial(take, flat), wanted), changes
 
     def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree, Tree]:
@@ -336,6 +338,29 @@ def saved_position(meta: Mapping[str, Any], step: int, reader: CheckpointReader,
         raise CheckpointError(f"{why}.", fix=f"trainer.save(info, folder), with what trainer.steps yields; {fix}")
     with reader.naming_errors(step):
         return Position(**meta["position"]), meta["data"]
+
+
+def option_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What has changed of mesh, options and layout between two runs, but for an optimizer's wrappers that are new, or gone."""
+    old, new = ({"mesh": meta["mesh"], **meta["options"]} for meta in (saved, now))
+    of_wrappers = [{name.partition("(")[0] for name in options if "(" in name} for options in (old, new)]
+    rewrapped = of_wrappers[0] ^ of_wrappers[1]  # of which a line says so
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name.partition("(")[0] not in rewrapped]
+    changes = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
+    return changes + (["the layout has changed"] if saved["layout"] != now["layout"] else [])
+
+
+def check_not_inside(folder: Path) -> None:
+    """Check that a path does not lie in the checkpoints of a run.
+
+    Raises:
+      CheckpointError: it does; the fix names the run's folder.
+    """
+    run = next(
+        (path.parent for path in (folder, *folder.parents) if path.name == "checkpoints" and CheckpointReader(path.parent).steps()), None
+    )
+    if run is not None:
+        raise CheckpointError(f"{folder} is inside a run's folder.", fix=f"{run}.")
 
 
 def data_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Problem]:

@@ -80,7 +80,7 @@ def describe_packing(packing: Packing) -> str:
         return "not packed for a parameter server"
     if isinstance(packing, StageOrder):
         return f"with layers in the order of a circular pipeline ({packing.stages} stages of {packing.groups} groups)"
-    numbers = f"{packing.servers} servers, {packing.positions} positions" + (", but for the optimizer" if packing.unpacks else "")
+    numbers = f"{packing.servers} servers, {packing.positions} positions" + ("; the optimizer's state is not" if packing.unpacks else "")
     return f'packed for a parameter server (placement "{packing.placement}", {numbers})'
 
 
@@ -199,12 +199,13 @@ class Repacking:
 
     def __init__(self, saved: Mapping[str, str], wanted: Mapping[str, Any], old: Packing, new: Packing, mesh: Mesh):
         self._saved, self._wanted, self._mesh, self._packings = saved, wanted, mesh, (old, new)
-        self.is_needed = old != new
+        of_opt = _as_optimized(old), _as_optimized(new)
+        self.moves_params = old != new
+        self.is_needed = self.moves_params or of_opt[0] != of_opt[1]
         self._same, self._sources, self._targets = set(wanted), {}, {}
         if not self.is_needed:
             return
         self._fix = SAME_PIPELINE if {type(old), type(new)} <= {StageOrder, Unpacked} else SAME_SERVER
-        of_opt = _as_optimized(old), _as_optimized(new)
         pairs = {kind: of_opt if kind == OPT else (old, new) for kind in (PARAMS, FROZEN, OPT)}
         moved = {kind: [_groups(packing, mesh) for packing in pair] for kind, pair in pairs.items() if pair[0] != pair[1]}
 

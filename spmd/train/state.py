@@ -191,6 +191,22 @@ def _spread(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
+def check_placed(state: State, like: State) -> None:
+    """Check that a state has the arrays of another one, in the same places.
+
+    Raises:
+      OptionError: names the first that differs.
+    """
+    have, want = flatten(state), flatten(like)
+    for path in dict.fromkeys([*want, *have]):
+        leaf, wanted = have.get(path), want.get(path)
+        described = ["nothing" if each is None else f"{describe(each)} as {each.sharding}" for each in (leaf, wanted)]
+        placed = leaf is not None and wanted is not None and leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+        if not placed or describe(leaf) != describe(wanted):
+            why = f"this state is not of this trainer: {path} is {described[0]}, not {described[1]}."
+            raise OptionError(why, fix="a state of trainer.init, trainer.restore or trainer.step of the same trainer.")
+
+
 def copied(opt: Tree) -> Tree:
     """Distinct buffers: an optimizer may keep a parameter itself in its state, and one buffer cannot be donated twice."""
     return jax.tree.map(jnp.copy, opt)

@@ -34,7 +34,7 @@ if CheckpointReader(folder).steps():
     report(trainer.restore(folder))
 info = None
 for info in trainer.steps({"x": x, "y": x[:, :8] ** 2}, batch_size=32, epochs=3, resume=folder):
-    trainer.save(info, folder, wait=info.step in (stop, 9))
+    trainer.save(info, folder)
     if info.step == stop:
         break
 if info is not None:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -47,12 +45,12 @@ def undisturbed(layout):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["fsdp", "data_parallel", "zero1", "parameter_server"])
 def test_saved_loop_continues_bit_for_bit(layout, tmp_path):
-    """Saved without waiting, consumed by the next step at once, and read by another trainer."""
+    """Saved, consumed by the next step, and read by another trainer."""
     trainer = trainer_on("data=8", layout)
     state = trainer.init()
     for step in range(4):
         state, _ = trainer.step(state, batch(step))
-        trainer.save(state, spmd.Checkpoint(tmp_path, keep=1), wait=step == 3)
+        trainer.save(state, spmd.Checkpoint(tmp_path, keep=1))
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["4"] and not (tmp_path / "owner.json").exists()
     assert same(host(state), trainer.restore(tmp_path))
     other = spmd.Trainer(lambda: Net(nnx.Rngs(1)), mesh="data=8", layout=layout, **OPTIONS)
@@ -164,24 +162,22 @@ def test_save_ranks_checkpoints(tmp_path):
     state = trainer.init()
     for value in (3.0, 1.0, 2.0):
         state = train(trainer, state, int(state.step) + 1)
-        trainer.save(state, config, metrics={"eval_loss": value}, wait=False)
+        trainer.save(state, config, metrics={"eval_loss": value})
     trainer.save(state, config, metrics={"eval_loss": 2.0})
     assert int(trainer.restore(tmp_path, step="best").step) == 2 and int(trainer.restore(tmp_path).step) == 3
 
 
-def test_failed_save_is_raised_by_the_next(tmp_path, monkeypatch):
+def test_loop_continues_after_a_failed_save(tmp_path, monkeypatch):
     trainer = trainer_on("data=8")
     state = train(trainer, trainer.init(), 1)
     trainer.save(state, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("spmd.run.checkpoint.write_manifest", lambda folder: (_ for _ in ()).throw(OSError("disk on fire")))
         state = train(trainer, state, 2)
-        trainer.save(state, tmp_path, wait=False)
-        state = train(trainer, state, 3)
         with pytest.raises(CheckpointError, match="could not be written"):
             trainer.save(state, tmp_path)
     trainer.save(state, tmp_path)
-    assert int(trainer.restore(tmp_path).step) == 3
+    assert int(trainer.restore(tmp_path).step) == 2
 
 
 def test_predict_after_restore(tmp_path):
@@ -200,29 +196,76 @@ def test_predict_after_restore(tmp_path):
     assert (other.predict(restored, DATA["x"]) == expected).all()
 
 
-SCRIPT = """
-import pathlib, sys
-import numpy as np, optax, spmd
-from flax import nnx
-import spmd.run.checkpoint
-
-spmd.simulate_devices(2)
-trainer = spmd.Trainer(
-    lambda: nnx.Linear(500, 500, rngs=nnx.Rngs(0)), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), mesh="data=2"
-)
-if sys.argv[2] == "fail":
-    def write_manifest(folder):
-        raise OSError("disk on fire")
-    spmd.run.checkpoint.write_manifest = write_manifest
-trainer.save(trainer.init(), sys.argv[1], wait=False)
-"""
+def test_step_is_saved_once_with_all_that_belongs_to_it(tmp_path):
+    trainer = trainer_on("data=8")
+    info = next(trainer.steps(DATA, batch_size=32))
+    trainer.save(info.state, tmp_path)
+    with pytest.raises(CheckpointError, match=r"step 1 is saved in .* already, with other metrics or another position"):
+        trainer.save(info, tmp_path)
+    ranked = spmd.Checkpoint(tmp_path / "ranked", best="accuracy", mode="max", keep=1)
+    trainer.save(info, ranked, metrics={"accuracy": np.float32(0.5)})
+    trainer.save(info, ranked, metrics={"accuracy": 0.5})
+    with pytest.raises(CheckpointError, match="already, with other metrics"):
+        trainer.save(info, ranked, metrics={"accuracy": 0.6})
+    with pytest.raises(CheckpointError, match='keeps the best checkpoint by "accuracy", which this save would not rank'):
+        trainer.save(info, tmp_path / "ranked")
+    assert trainer.restore(tmp_path / "ranked", step="best").step == 1
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("case", ["complete", "fail"])
-def test_script_that_ends_during_a_save_completes_it(case, tmp_path):
-    """Or reports that it could not."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), case], capture_output=True, text=True, timeout=300, check=True)
-    written = [folder.name for folder in (tmp_path / "checkpoints").iterdir() if folder.name.isdigit()]
-    assert written == (["0"] if case == "complete" else []) and not (tmp_path / "owner.json").exists()
-    assert ("disk on fire" in done.stderr) == (case == "fail"), done.stderr
+def test_best_of_a_loop_is_read_while_it_continues(tmp_path):
+    """Not a number ranks last."""
+    trainer, config = trainer_on("data=8"), spmd.Checkpoint(tmp_path, best="accuracy", mode="max", keep=1)
+    state = trainer.init()
+    for value in (float("nan"), 0.5, 0.25):
+        state = train(trainer, state, int(state.step) + 1)
+        trainer.save(state, config, metrics={"accuracy": jax.numpy.float32(value)})
+        trainer.restore(tmp_path / "." if value else tmp_path, step="best")
+    assert int(trainer.restore(tmp_path, step="best").step) == 2
+
+
+@pytest.mark.parametrize("metrics", [{"accuracy": "high"}, {"accuracy": np.ones(2)}, [1.0], {"loss": 1.0}], ids=str)
+def test_metrics_that_cannot_rank_are_refused(metrics, tmp_path):
+    best = None if "loss" in metrics else "accuracy"
+    with pytest.raises(OptionError, match=r"not a number|not a dict|no effect"):
+        trainer_on("data=8").save(trainer_on("data=8").init(), spmd.Checkpoint(tmp_path, best=best), metrics=metrics)
+
+
+def test_states_of_other_trainers_are_refused(tmp_path):
+    states = [trainer_on(*kind).init() for kind in (("data=8", "fsdp"), ("data=8", "parameter_server"))]
+    four = trainer_on(spmd.make_mesh("data=4", devices=jax.devices()[:4]))
+    for state in [*states, four.init()]:
+        with pytest.raises(OptionError, match="this state is not of this trainer"):
+            trainer_on("data=8").save(state, tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_damaged_and_inner_folders(tmp_path, caplog):
+    """A loop resumes before what is damaged, and not from within a folder."""
+    trainer = trainer_on("data=8")
+    for info in trainer.steps(DATA, batch_size=32, epochs=2):
+        if info.step in (2, 4):
+            trainer.save(info, tmp_path)
+    for inside in ("checkpoints", "checkpoints/4"):
+        with pytest.raises(CheckpointError, match="is inside a run's folder"):
+            next(trainer.steps(DATA, batch_size=32, epochs=2, resume=tmp_path / inside))
+    files = [path for path in (tmp_path / "checkpoints" / "4").rglob("*") if path.is_file()]
+    max(files, key=lambda path: path.stat().st_size).write_bytes(b"x")
+    rest = [info.step for info in trainer.steps(DATA, batch_size=32, epochs=2, resume=tmp_path)]
+    assert rest == [3, 4, 5, 6] and "it was moved to" in caplog.text
+
+
+def test_epoch_of_assigned_rows_is_resumed(tmp_path):
+    """Of an asynchronous parameter server an epoch has more rounds than batches."""
+    server = spmd.ParameterServer(mode="asynchronous", compute_time="lognormal(1.0, 0.8)")
+    layout = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=server)
+    trainer = spmd.Trainer(lambda: Net(nnx.Rngs(0)), mesh="data=8", layout=layout, **{**OPTIONS, "optimizer": optax.sgd(0.05)})
+    data, wanted = labelled(128), []
+    for info in trainer.steps(data, batch_size=32, epochs=1):
+        wanted.append(host(info.state))
+        if info.step >= 4:  # batches of an epoch
+            trainer.save(info, tmp_path / str(info.step))
+    assert len(wanted) > 5
+    for stop in (4, len(wanted)):
+        rest = [host(info.state) for info in trainer.steps(data, batch_size=32, epochs=1, resume=tmp_path / str(stop))]
+        assert len(rest) == len(wanted) - stop and (not rest or same(rest[-1], wanted[-1]))
+    assert trainer.restore(tmp_path / str(len(wanted))).step == len(wanted)

@@ -758,6 +758,24 @@ def test_average_of_weights_that_owners_update():
     assert relative_difference(*averages) < 1e-5
 
 
+@SYSTEM
+@pytest.mark.parametrize("matrices", ["owner", "compiler"])
+def test_owners_of_a_resumed_run_change_nothing(matrices, tmp_path, caplog):
+    """Of an asynchronous server the stale weights of workers stay, and of a codec the residuals."""
+    server = spmd.ParameterServer(mode="asynchronous", compute_time="lognormal(1.0, 0.8)")
+    gradients = spmd.Gradients("parameter_server", codec="int8", error_feedback=True)
+    declared = spmd.Layout(gradients=gradients, parameter_server=server)
+    other = dataclasses.replace(declared, optimizer=spmd.OptimizerState(matrices=matrices))
+    data = {key: np.concatenate([batch[key] for batch in batches()]) for key in ("x", "y")}
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adamw(0.01), "mesh": "data=8", "batch_size": ROWS}
+    fit = functools.partial(spmd.fit, spmd.FunctionalModel(make, apply), data, shuffle=False, **options)
+    wanted = fit(layout=declared, steps=5).model.params
+    checkpoint = spmd.Checkpoint(tmp_path, every=1)
+    fit(layout=other, steps=3, checkpoint=checkpoint)
+    got = fit(layout=declared, steps=5, checkpoint=checkpoint, resume=True).model.params
+    assert relative_difference(*jax.device_get((got, wanted))) < 1e-5 and "reset" not in caplog.text
+
+
 def test_frozen_parameters_have_no_owner():
     declared = dataclasses.replace(layout("fsdp", "owner"), train=spmd.Train(exclude=("stack", "first")))
     model, loss = spmd.FunctionalModel(make, apply), spmd.losses.mean_squared_error

@@ -46,7 +46,7 @@ class Storage:
     placement: str
     positions: int
     servers: int
-    unpacks: bool = False
+    unpacks: bool = dataclasses.field(default=False, compare=False)  # the parameters are packed all the same
 
     @functools.cached_property
     def assignments(self) -> dict[str, Assignment]:
