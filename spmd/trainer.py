@@ -30,7 +30,7 @@ from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_not_inside, check_run_folder, data_changes, option_changes, saved_position
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_position
 from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
@@ -478,7 +478,8 @@ class Trainer:
         if config is None:
             return None, Position()
         reader = CheckpointReader(config.path)
-        check_not_inside(reader.folder)
+        if reader.folder.exists():
+            check_run_folder(config.path)
         newest, damaged = reader.newest_intact()
         if damaged:
             store = CheckpointStore(config)

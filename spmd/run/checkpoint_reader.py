@@ -350,19 +350,6 @@ def option_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return changes + (["the layout has changed"] if saved["layout"] != now["layout"] else [])
 
 
-def check_not_inside(folder: Path) -> None:
-    """Check that a path does not lie in the checkpoints of a run.
-
-    Raises:
-      CheckpointError: it does; the fix names the run's folder.
-    """
-    run = next(
-        (path.parent for path in (folder, *folder.parents) if path.name == "checkpoints" and CheckpointReader(path.parent).steps()), None
-    )
-    if run is not None:
-        raise CheckpointError(f"{folder} is inside a run's folder.", fix=f"{run}.")
-
-
 def data_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Problem]:
     """Where the descriptions of two runs' data differ, by name."""
     unhashed = () if is_hashed(saved) else tuple(name for name in now if name.startswith("contents"))

@@ -246,7 +246,7 @@ def test_damaged_and_inner_folders(tmp_path, caplog):
         if info.step in (2, 4):
             trainer.save(info, tmp_path)
     for inside in ("checkpoints", "checkpoints/4"):
-        with pytest.raises(CheckpointError, match="is inside a run's folder"):
+        with pytest.raises(CheckpointError, match="is inside of the folder of a run"):
             next(trainer.steps(DATA, batch_size=32, epochs=2, resume=tmp_path / inside))
     files = [path for path in (tmp_path / "checkpoints" / "4").rglob("*") if path.is_file()]
     max(files, key=lambda path: path.stat().st_size).write_bytes(b"x")
