@@ -49,7 +49,8 @@ def notes(resolved: Resolved) -> list[str]:
     least = total / mesh.size
     scalars = sum(math.prod(place.shape) for place in places)
     arrays = f"{len(places)} array{'s' * (len(places) != 1)}"
-    count = arrays if resolved.frozen else f"{scalars:,} parameters in {arrays}"  # frozen ones may be codes and scales
+    padded = resolved.layout.gradients.reduction == "parameter_server"  # rows of servers
+    count = arrays if padded or resolved.frozen else f"{scalars:,} parameters in {arrays}"  # frozen ones may be codes and scales
     lines = [f"{count}, {format_bytes(total)}; {format_bytes(per_device)} on each of {mesh.size} devices"]
     if mesh.size > 1 and per_device:
         copies = per_device - least
