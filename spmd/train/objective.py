@@ -176,7 +176,7 @@ def _missing_key(function: Callable[[Any], Any], batch: Any) -> _MissingKey | No
         function(_naming(batch))
     except _MissingKey as missing:
         return missing
-    except Exception:
+    except Exception:  # whatever else it raises is reported by the call before
         pass
     return None
 
