@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,7 @@ from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.train.choose_frozen import check_same_trained
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
-from spmd.train.metrics import IN_FLIGHT, means
+from spmd.train.metrics import IN_FLIGHT, Metrics
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, check_placed, replicated_moments
@@ -58,33 +57,6 @@ class StepInfo:
     state: State
     position: Position = dataclasses.field(default_factory=Position, repr=False)
     source: Source | None = dataclasses.field(default=None, repr=False)
-
-
-class Metrics(Mapping[str, float]):
-    """The metrics of one step, by name. Reading one waits for the step; until then the device runs on."""
-
-    def __init__(self, names: tuple[str, ...], packed: jax.Array, constants: Mapping[str, float]):
-        self._names, self._packed, self._constants = names, packed, constants
-
-    @functools.cached_property
-    def _values(self) -> dict[str, float]:
-        return dict(zip(self._names, means(*jax.device_get(self._packed)).tolist(), strict=True)) | dict(self._constants)
-
-    def wait(self) -> None:
-        """Until the step is done; nothing is fetched."""
-        self._packed.block_until_ready()
-
-    def __getitem__(self, name: str) -> float:
-        return self._constants[name] if name in self._constants else self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._names, *self._constants))
-
-    def __len__(self) -> int:
-        return len(self._names) + len(self._constants)
-
-    def __repr__(self) -> str:
-        return repr(self._values)
 
 
 class Trainer:

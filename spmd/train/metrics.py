@@ -5,7 +5,8 @@ a pair until a person reads it.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -368,3 +369,30 @@ def fetch() -> Callable[[jax.Array], np.ndarray]:
             return np.asarray(packed)
 
     return moved
+
+
+class Metrics(Mapping[str, float]):
+    """The metrics of one step, by name. Reading one waits for the step; until then the device runs on."""
+
+    def __init__(self, names: tuple[str, ...], packed: jax.Array, constants: Mapping[str, float]):
+        self._names, self._packed, self._constants = names, packed, constants
+
+    @functools.cached_property
+    def _values(self) -> dict[str, float]:
+        return dict(zip(self._names, means(*jax.device_get(self._packed)).tolist(), strict=True)) | dict(self._constants)
+
+    def wait(self) -> None:
+        """Until the step is done; nothing is fetched."""
+        self._packed.block_until_ready()
+
+    def __getitem__(self, name: str) -> float:
+        return self._constants[name] if name in self._constants else self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._names, *self._constants))
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._constants)
+
+    def __repr__(self) -> str:
+        return repr(self._values)

@@ -13,7 +13,7 @@ from spmd.data.sources import as_source
 from spmd.errors import CheckpointError, OptionError
 from spmd.run.history import History
 from spmd.train.compiled_step import Program
-from spmd.trainer import Metrics
+from spmd.train.metrics import Metrics
 
 # means ----------------------------------------------------------------------------------------------------------------
 
