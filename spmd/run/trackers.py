@@ -189,12 +189,13 @@ class Tracker:
 
     def _switch_off(self, error: BaseException) -> None:
         """Stop recording, with one warning."""
-        if not self._off:
+        jobs = self._jobs  # first: another thread's `close` drops the queue once the tracker is off
+        if not self._off and jobs is not None:
             self._off = True
             why = "the tracker %s is switched off: %s. Training continues without it."
             logging.getLogger("spmd").warning(why, type(self).__name__, first_line(error))
             with contextlib.suppress(queue.Full):
-                self._jobs.put_nowait(None)  # type: ignore[union-attr]
+                jobs.put_nowait(None)
 
     def _start(self, facts: RunFacts, earlier: list[dict[str, Any]]) -> None:
         self.open(facts)
