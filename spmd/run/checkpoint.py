@@ -33,6 +33,7 @@ from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
 
 HEADROOM = 1.2  # times the size of a checkpoint that must be free on disk before it is written
+LEAST_SLICE_BYTES = 16 << 20  # of a replicated array that one of several replicas writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,23 @@ def _report_failure(error: BaseException) -> None:
         watchdog.current().report_failure(failure)
 
 
+def _handlers() -> Any:
+    """Orbax's handlers of what a checkpoint consists of.
+
+    A replicated array is divided among its replicas only if that saves a transfer worth it. By default Orbax (0.12) divides all, by slices
+    on the devices: a program for each shape and device, which are compiled while the first checkpoint is saved.
+    """
+    ocp = import_orbax()
+    options = ocp.options.MultiprocessingOptions(active_processes=active_processes())
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=LEAST_SLICE_BYTES)
+    types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handlers = ocp.DefaultCheckpointHandlerRegistry()
+    for item in (STATE, *COMM_STATE):
+        handlers.add(item, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(type_handler_registry=types, multiprocessing_options=options))
+    handlers.add("meta", ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=options))
+    return handlers
+
+
 _failures = _Failures()
 _nothing_to_write = futures.Future[Any]()
 _nothing_to_write.set_result(None)
@@ -174,7 +192,7 @@ class CheckpointStore(CheckpointReader):
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active_processes()),
         )
-        return ocp.CheckpointManager(self.folder / "checkpoints", options=options)
+        return ocp.CheckpointManager(self.folder / "checkpoints", options=options, handler_registry=_handlers())
 
     def _unreadable_metrics(self, step: int) -> str:
         try:
@@ -265,7 +283,7 @@ class CheckpointStore(CheckpointReader):
     def _write(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
         ocp, arrays = import_orbax(), arrays_by_path(state)
         items = {item: {path: leaf for path, leaf in arrays.items() if checkpoint_item(path) == item} for item in (STATE, *COMM_STATE)}
-        items = {item: ocp.args.StandardSave(leaves) for item, leaves in items.items() if leaves}
+        items = {item: ocp.args.PyTreeSave(leaves) for item, leaves in items.items() if leaves}
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
