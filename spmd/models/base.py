@@ -79,6 +79,11 @@ class Model(abc.ABC):
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         """All arrays, under a trace; `run` calls the loss with a stand-in for the model, for one that needs data."""
 
+    def shapes(self, run: Callable[[Any], Any]) -> Variables:
+        """Shapes and dtypes of what `init` makes, without allocating it."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return trace_abstractly(lambda key: self.init(key, run), "the model", key)
+
     @abc.abstractmethod
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
         """Logical axis names by path, for the parameters that carry them; of a stack's those of one layer."""

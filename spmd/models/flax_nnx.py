@@ -40,6 +40,8 @@ class NnxModel(Model):
     def __init__(self, factory: Callable[[], nnx.Module], *, concrete: nnx.Module | None = None, passed: nnx.Module | None = None):
         self._factory = factory
         self._graphdef: Any = None
+        self._shapes: Variables | None = None  # once the factory was traced
+        self._layers: dict[str, tuple[dict[str, Any], str | None]] = {}  # as `_parameters`
         self._impls: dict[str, Any] = {}
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
@@ -118,20 +120,30 @@ class NnxModel(Model):
         """What flax knows of each parameter beside its value, by path."""
         return {path: metadata for path, (metadata, _) in self._parameters.items()}
 
-    @functools.cached_property
+    def shapes(self, run: Callable[[Any], Any]) -> Variables:
+        del run
+        shapes: Any = self._shapes
+        if shapes is None:
+            shapes = self._shapes = trace_abstractly(lambda: self.examine(self._factory()), "the model")
+        return shapes
+
+    def examine(self, module: nnx.Module) -> Variables:
+        """Return the arrays of a module of the factory, and note what flax knows of its parameters. Called under a trace."""
+        layers = {"/".join(map(str, path)) for path, sub in nnx.iter_modules(module) if isinstance(sub, nnx.Linear)}
+        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+            owner = "/".join(map(str, path[:-1]))
+            self._layers["/".join(map(str, path))] = dict(variable.get_metadata()), owner if owner in layers else None
+        return self._split(module)
+
+    def remember(self, shapes: Variables) -> None:
+        """Keep the shapes of what `examine` returned: the factory is traced once, since that takes seconds for a large model."""
+        self._shapes = shapes
+
+    @property
     def _parameters(self) -> dict[str, tuple[dict[str, Any], str | None]]:
         """Of each parameter, by path: what flax knows of it beside its value, and the path of the `nnx.Linear` that it is of, or None."""
-        parameters: dict[str, tuple[dict[str, Any], str | None]] = {}
-
-        def visit():
-            module = self._factory()
-            layers = {"/".join(map(str, path)) for path, sub in nnx.iter_modules(module) if isinstance(sub, nnx.Linear)}
-            for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-                owner = "/".join(map(str, path[:-1]))
-                parameters["/".join(map(str, path))] = dict(variable.get_metadata()), owner if owner in layers else None
-
-        trace_abstractly(visit, "the model")
-        return parameters
+        self.shapes(lambda model: None)
+        return self._layers
 
     def notes(self) -> list[str]:
         if len(self._frozen) == 0:

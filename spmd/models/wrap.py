@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from flax import linen, nnx
 
@@ -34,8 +34,7 @@ def wrap(model: Any) -> Model:
     if isinstance(model, FunctionCall):
         return model.given
     if callable(model):
-        kind = _built_kind(model)
-        return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())
+        return _wrap_factory(model)
     fix = "an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."
     raise ModelError(f"model={short_repr(model)} is {type_name(model)}.", fix=fix)
 
@@ -78,20 +77,28 @@ def _check_library(kind: type) -> None:
         raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.", fix=f"{fix}.")
 
 
-def _built_kind(factory: Callable[[], Any]) -> type:
-    """The type that a factory returns, found by tracing it without allocating anything."""
-    built: list[Any] = []
+def _wrap_factory(factory: Callable[[], Any]) -> Model:
+    """What a factory returns, found by tracing it without allocating anything."""
     missing = missing_arguments(factory)
     if missing:
         fix = f"a function of none: lambda: factory({missing[0]}=...)."
         raise ModelError(f"the model's factory takes arguments: {', '.join(missing)}.", fix=fix)
-    trace_abstractly(lambda: built.append(factory()), "the model's factory")
+    nnx_model, built = NnxModel(factory), list[Any]()
+
+    def build() -> Any:
+        built.append(factory())
+        return nnx_model.examine(built[0]) if isinstance(built[0], nnx.Module) else None
+
+    shapes = trace_abstractly(build, "the model's factory")
     (model,) = built
     _check_library(type(model))
-    if not isinstance(model, nnx.Module | linen.Module | FunctionalModel):
+    if isinstance(model, nnx.Module):
+        nnx_model.remember(shapes)
+        return nnx_model
+    if not isinstance(model, linen.Module | FunctionalModel):
         fix = "return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
         raise ModelError(f"the model's factory returned {type_name(model)}.", fix=fix)
-    return type(model)
+    return wrap(factory())
 
 
 def missing_arguments(factory: Callable[..., Any]) -> list[str]:

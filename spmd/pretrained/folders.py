@@ -19,7 +19,7 @@ from spmd.layout.check import fit_layout
 from spmd.layout.schema import Layout
 from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec, make_mesh
-from spmd.models.base import Variables, trace_abstractly
+from spmd.models.base import Variables
 from spmd.models.flax_nnx import NOTES, NnxModel, hand_over
 from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
@@ -128,7 +128,7 @@ class Outline:
         built = wrap(factory)
         if not isinstance(built, NnxModel):
             raise ModelError(f"model= gives {type_name(model)}, not an nnx module.", fix="a function that returns an nnx.Module.")
-        abstract = trace_abstractly(lambda: built.init(None, _no_call), "the model")
+        abstract = built.shapes(_no_call)
         if mesh is None and layout is None:
             one = SingleDeviceSharding(jax.local_devices()[0])
             return cls(built, chosen_map, notes, config, abstract, None, dict.fromkeys(flatten(abstract.params), one), one)

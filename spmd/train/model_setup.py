@@ -21,7 +21,7 @@ from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
-from spmd.models.base import Model, Variables, trace_abstractly
+from spmd.models.base import Model, Variables
 from spmd.models.flax_linen import LinenModel
 from spmd.models.frozen import Frozen, FrozenModel, join
 from spmd.models.wrap import wrap
@@ -273,9 +273,7 @@ class PlacedModel:
         """Shapes and dtypes of all parameters, in place of those that are trained."""
         if isinstance(self._as_passed, LinenModel) and self._sample is None:
             raise ModelError("a linen module shows its shapes only on data.", fix="trainer.init(batch), with a batch or its shapes.")
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        model = self._adapted  # adapters are arrays if the model has some: they are not made under this trace
-        return trace_abstractly(lambda k: model.init(k, self._run), "the model", key)
+        return self._adapted.shapes(self._run)
 
     @functools.cached_property
     def _own(self) -> Variables:
