@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import tomllib
@@ -311,7 +312,14 @@ def of_device(kind: str) -> Target | None:
     >>> target.name if target else "", of_device("cpu")
     ('h100', None)
     """
-    return next((target for target in map(load, shipped()) if target.platform == "cuda" and target.compiler["name"] == kind), None)
+    return _gpus().get(kind)
+
+
+@functools.cache
+def _gpus() -> dict[str, Target]:
+    """The shipped GPUs by the names that they report; read once, since every `fit` asks."""
+    targets = [load(name) for name in shipped()]
+    return {target.compiler["name"]: target for target in targets if target.platform == "cuda"}
 
 
 def cluster_of(devices: Sequence[Any]) -> Cluster | None:
