@@ -40,7 +40,7 @@ from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, st
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig, StartPoint
-from spmd.run.goodput import COMPILING, TRAINING, Goodput
+from spmd.run.goodput import COMPILING, Goodput
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
 from spmd.run.loop import Loop
@@ -76,8 +76,8 @@ class Result:
       compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
         trial of a sweep.
       profile: of the steps of `fit(profile=...)`; None without it, and if the profiler failed.
-      samples_per_second: examples in a second of training, of all devices; compiling, waiting for data, evaluating, saving and profiling
-        do not count. None for a trial of a sweep, and if nothing was left to train.
+      samples_per_second: examples in a second of training and of waiting for data, of all devices; compiling, evaluating, saving and
+        profiling do not count. None for a trial of a sweep, and if nothing was left to train.
 
     Example:
       >>> import optax, spmd
@@ -341,9 +341,8 @@ def fit(
             display.say(f"{watched}.")
         loop = Loop(loop_config, start_point, account)
         opened.pop_all()
-    trained_before = account.goodput[TRAINING]
     loop.train()
-    run, seconds = loop.run, account.goodput[TRAINING] - trained_before
+    run, seconds = loop.run, loop.run.pace.seconds - loop.run.began.seconds
     _warn_of_unsynced_steps(program.clock.declared if program.clock is not None else None, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:

@@ -12,7 +12,7 @@ from spmd.run.checkpoint import CheckpointStore
 from spmd.run.history import History
 from spmd.run.loggers import Logger
 from spmd.run.memory_checkpoint import MemoryCheckpoints
-from spmd.run.progress import NoProgress, Progress
+from spmd.run.progress import AT_REST, NoProgress, Pace, Progress
 from spmd.run.schedule import RunSchedule
 from spmd.run.time_account import TimeAccount
 from spmd.run.watch import Watch
@@ -87,6 +87,8 @@ class RunState:
     Attributes:
       epoch: number of the current epoch, from 0; `position` is in the next one already when an epoch ends.
       samples: examples trained on in this call, over all processes, as far as metrics have been read.
+      began: its pace before the first step of this call.
+      pace: its pace when it was last shown.
       evaluated: results of the newest evaluation.
     """
 
@@ -97,5 +99,7 @@ class RunState:
     account: TimeAccount
     history: History
     samples: int = 0
+    began: Pace = AT_REST
+    pace: Pace = AT_REST
     evaluated: dict[str, float] = dataclasses.field(default_factory=dict)
     stop_reason: str | None = None

@@ -49,7 +49,8 @@ class Loop:
         control, run = self._control, self.run
         try:
             self._watchdog.begin_run(run.step)
-            self._config.progress.start(run.step, control.total_steps())
+            run.began = self._metrics.pace()
+            self._config.progress.start(run.step, control.total_steps(), pace=run.began)
             stop_by(control.ask)
             with jax.transfer_guard("disallow"):
                 control.notify("on_start")
@@ -64,7 +65,7 @@ class Loop:
                 if not control.stopped_by_signal():
                     self._evaluator.evaluate()
                 self._metrics.log()
-                self._metrics.show()
+                self._metrics.show(last=True)
                 self._saver.save()
                 self._saver.report_memory()
                 # a request may have come too late to stop anything

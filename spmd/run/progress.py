@@ -8,7 +8,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.errors import OptionError, short_repr
 from spmd.render.sparkline import MOST, panel, spark
@@ -24,6 +24,23 @@ LOG_SECONDS = 5.0  # between two lines of a log
 TICK_SECONDS = 1.0  # between two looks at the clock while something takes long
 
 PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0; white-space: pre-wrap; word-break: normal">{code}</pre>'
+
+
+class Pace(NamedTuple):
+    """How far training has come.
+
+    Attributes:
+      samples: examples so far.
+      seconds: of a clock that runs while steps are computed or wait for data; compiling, evaluating, saving and profiling do not count.
+      waited: seconds of waiting for data so far, also while the devices computed.
+    """
+
+    samples: int
+    seconds: float
+    waited: float = 0.0
+
+
+AT_REST = Pace(0, 0.0)
 
 
 class NoProgress:
@@ -45,16 +62,20 @@ class Progress:
 
     def __init__(self, console: Any, period: float):
         self._console, self._period, self._total = console, period, None
-        self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
-        self._profiling = 0.0  # seconds so far
-        self._waited, self._waiting = 0.0, 0.0  # seconds so far, and the share of the time since the last redraw
+        self._next, self._rate, self._waiting = 0.0, 0.0, 0.0  # the next redraw; samples per second; share of time spent waiting for data
+        self._started: Pace | None = None  # when the run began
+        self._measured: Pace | None = None  # when the rate was last measured
         self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
         self._doing: list[tuple[str, float]] = []  # what is done and since when, innermost last
 
-    def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
-        """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update."""
+    def start(self, step: int, total: int | None, doing: str = "compiling", pace: Pace | None = None) -> None:
+        """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update.
+
+        Rates are measured from `pace` on, or else from that of the first update, which leaves out what was compiled before it.
+        """
         del doing
-        self._since, self._total = time.monotonic(), total
+        self._started = self._measured = pace
+        self._total = total
 
     def due(self) -> bool:
         """Whether it is time to redraw."""
@@ -65,29 +86,34 @@ class Progress:
         step: int,
         epoch: int,
         metrics: dict[str, float],
-        samples: int,
+        pace: Pace,
         work: Work = UNKNOWN,
         *,
-        waited: float = 0.0,
-        profiling: float = 0.0,
+        last: bool = False,
     ) -> None:
-        """Redraw. Since the start: `samples`, how many examples; `waited`, seconds of waiting for data; `profiling`, those of the profiler,
-        which are in no rate."""
-        now = time.monotonic()
-        self._next = now + self._period
-        seconds = now - self._since - (profiling - self._profiling)
-        if seconds >= self._period or not self._rate:  # not over the rest of a run: many steps may have ended at once
-            if seconds > 0 and samples > self._seen:
-                rate = (samples - self._seen) / seconds
-                self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
-                self._waiting = min(max(waited - self._waited, 0.0) / seconds, 1.0)
-            self._seen, self._since, self._waited, self._profiling = samples, now, waited, profiling
+        """Redraw; the last update of a run shows the rate of the whole run."""
+        self._next = time.monotonic() + self._period
+        self._measure(pace, last)
         numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:
             self._losses = dict(list(self._losses.items())[::2])
         curve = spark(list(self._losses.values())) if len(self._losses) > 1 else ""
         self._draw(step, [f"epoch {epoch + 1}", *numbers, *self._speed(work), *_memory()], curve)
+
+    def _measure(self, pace: Pace, last: bool) -> None:
+        """Measure the rate since it was last measured, and smooth it; at the end of a run, that of the whole run."""
+        if self._started is None or self._measured is None:
+            self._started = self._measured = pace
+        since = self._started if last else self._measured
+        seconds = pace.seconds - since.seconds
+        if seconds <= 0 or (seconds < self._period and not last):
+            return  # many steps may end at once: their number over next to no time is no rate
+        rate = (pace.samples - since.samples) / seconds
+        smooth = self._rate > 0 and not last
+        self._rate = 0.7 * self._rate + 0.3 * rate if smooth else rate
+        self._waiting = min(max(pace.waited - since.waited, 0.0) / seconds, 1.0)
+        self._measured = pace
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -123,7 +149,12 @@ class Progress:
         """Show what is done, and since when; "": nothing any more."""
 
     def _speed(self, work: Work) -> list[str]:
-        """Tokens per second of text, else samples; MFU; HFU if it is more; and the share of waiting for data, if it is worth a look."""
+        """Tokens per second of text, else samples; MFU; HFU if it is more; and the share of waiting for data, if it is worth a look.
+
+        Nothing before a rate was measured.
+        """
+        if not self._rate:
+            return []
         rates = work.rates(self._rate)
         parts = [f"{rates['tokens_per_second']:,.0f} tokens/s" if work.tokens else f"{self._rate:,.0f} samples/s"]
         parts += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
@@ -192,9 +223,9 @@ class Bar(Progress):
         self._task: Any = None
         self._line = False  # whether a line shows what is done before the bar
 
-    def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
+    def start(self, step: int, total: int | None, doing: str = "compiling", pace: Pace | None = None) -> None:
         """Draw the bar at `step` of `total` (None: unknown)."""
-        super().start(step, total)
+        super().start(step, total, doing, pace)
         self._show_doing("", 0.0)
         self._task = self._bar.add_task("", total=total, completed=step, text="")
         self._set_text(step, [doing], "")

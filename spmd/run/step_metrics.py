@@ -9,8 +9,8 @@ import numpy as np
 from spmd.run.callbacks import Info, ReadOnlyMetrics, check_first_loss, notify, step_callbacks
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
-from spmd.run.goodput import PROFILING
 from spmd.run.loggers import write_record
+from spmd.run.progress import Pace
 from spmd.run.report_skips import report_skip
 from spmd.run.watch import Counts, histogram_record
 from spmd.run.work import peak_memory
@@ -31,7 +31,6 @@ class StepMetrics:
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
         self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
-        self._profiled_before = run.account.goodput[PROFILING]  # in earlier attempts
         self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
 
     def add(self, first_step: int, packed: jax.Array, rows: list[int], counts: Counts = NOTHING) -> None:
@@ -94,14 +93,18 @@ class StepMetrics:
         if self._config.progress.due():
             self.show()
 
-    def show(self) -> None:
-        """Update the progress display."""
+    def pace(self) -> Pace:
+        """How far training has come, for the rate that is shown."""
+        account = self._run.account
+        return Pace(self._run.samples, account.training_seconds, account.waited)
+
+    def show(self, *, last: bool = False) -> None:
+        """Update the progress display; the last time with the rate of the whole run."""
         if self._newest is not None:
             step, epoch = self._newest_step
             metrics = {**self._means(self._newest), **self._run.evaluated}
-            account = self._run.account
-            spent = {"waited": account.waited, "profiling": account.goodput[PROFILING] - self._profiled_before}
-            self._config.progress.update(step, epoch, metrics, self._run.samples, self._config.work, **spent)
+            pace = self._run.pace = self.pace()
+            self._config.progress.update(step, epoch, metrics, pace, self._config.work, last=last)
 
     def log(self) -> None:
         """Log the means since the last record; the last record of a run may cover fewer steps."""

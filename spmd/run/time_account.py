@@ -180,6 +180,12 @@ class TimeAccount:
         self._enter(self._phase)
         return Goodput(self.timeline)
 
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of training so far, those of waiting for data included."""
+        goodput = self.goodput
+        return goodput[TRAINING] + goodput[WAITING]
+
     def write_to(self, folder: Path) -> None:
         """From now on, keep the account in a folder."""
         self._path = folder / FILE

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from spmd.distributed.consistency import first_nonempty
 from spmd.distributed.exit_codes import TERMINATED
 from spmd.mesh import make_mesh
 from spmd.run.history import History
+from spmd.run.progress import Pace
 from spmd.run.signals import SIGINT_REASON, stop_by
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
@@ -180,7 +182,8 @@ class SweepRunner:
                 newest = measured[:, -1, 0, 0] / measured[:, -1, 1, 0]
             self._lowest = float(np.nanmin(newest)) if np.isfinite(newest).any() else math.nan
         if self.progress.due() or self._steps == self._total:  # the bar ends full
-            self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, self._trained * packed.program.rows)
+            pace = Pace(self._trained * packed.program.rows, time.monotonic())
+            self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, pace)
 
     def _note(self, record: _Record, packed: VmappedTrials, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:
         """Record a rung of a trial."""
