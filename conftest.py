@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.pop("COLUMNS", None)  # tables in goldens are as wide as they want
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
+os.environ.setdefault("SPMD_TEST_GIVEN_FLAGS", os.environ.get("XLA_FLAGS", ""))  # by the user, such as --xla_cpu_max_isa=AVX2
+os.environ["XLA_FLAGS"] = os.environ["SPMD_TEST_GIVEN_FLAGS"] + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
 # Plans and programs of the processes that tests start are kept for one run: such a process may be killed while it writes.
 # Pytest's workers share it with the process that began the run.
 os.environ["SPMD_TEST_CACHE"] = os.environ.get("SPMD_TEST_CACHE") or tempfile.mkdtemp(prefix="spmd-tests-")
@@ -20,6 +21,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 import jax
 import jax._src.compiler
+import jax._src.interpreters.mlir
 import jax._src.lru_cache
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -89,6 +91,8 @@ def _get_compile_options(*args, env_options_overrides=None, **named):
 
 
 jax._src.compiler.get_compile_options = _get_compile_options
+# One context for all programs that a process lowers: making one takes as long as compiling an addition, and tests lower thousands.
+jax._src.interpreters.mlir.make_ir_context = functools.cache(jax._src.interpreters.mlir.make_ir_context)
 
 
 @functools.cache
@@ -112,28 +116,38 @@ def pytest_runtest_setup(item):
     """Compile quickly, or as users do; no program made in one way serves a test of the other."""
     everything_optimized = bool(os.environ.get("SPMD_TEST_OPTIMIZED"))
     quick = not (everything_optimized or item.get_closest_marker("optimized"))
-    if "SPMD_TEST_FLAGS" not in os.environ:  # the XLA_FLAGS of processes that tests start and that want the same
-        flags = {} if everything_optimized else _quick()
-        os.environ["SPMD_TEST_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
     if quick != bool(_overrides):
         jax.clear_caches()
         _overrides.clear()
         _overrides.update(_quick() if quick else {})
+    # The XLA_FLAGS of processes that the test starts (tests/processes.py): they compile as it does.
+    flags = [f"--{name}={str(value).lower()}" for name, value in _overrides.items()]
+    os.environ["SPMD_TEST_FLAGS"] = " ".join([os.environ["SPMD_TEST_GIVEN_FLAGS"], *flags])
+
+
+# Examples in docstrings that start processes, or train and write.
+LONG_EXAMPLES = ("spmd/launch/notebook.py", "spmd/inference/generation.py", "spmd/wire/check_codec.py", "spmd/nn/moe.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Of the cases of a `sampled` test all but every n-th run with the system tests.
+    """Of the cases of a `sampled(quick=n, system=m)` test every n-th is quick, every m-th of the others is `system`, and the rest slow.
 
-    Where cases are a product, n shares no factor with the sizes of its parts: then the sample has every value.
+    Where cases are a product, a number that shares no factor with the sizes of its parts gives a sample that has every value.
     """
-    seen: dict[str, int] = {}
+    counts: dict[str, list[int]] = {}
     for item in items:
+        if item.nodeid.startswith(LONG_EXAMPLES):
+            item.add_marker("system")
         if (sampled := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
-            name = item.nodeid.partition("[")[0]
-            seen[name] = number = seen.get(name, -1) + 1
-            if number % sampled.args[0]:
-                item.add_marker("system")
+            count = counts.setdefault(item.nodeid.partition("[")[0], [0, 0])  # of all cases, and of those that are not quick
+            quick = sampled.kwargs.get("quick")
+            if quick is None or count[0] % quick:
+                is_system = count[1] % sampled.kwargs.get("system", 1) == 0
+                item.add_marker("system" if is_system else "slow")
+                count[1] += 1
+            count[0] += 1
+    items.sort(key=lambda item: item.get_closest_marker("optimized") is not None)  # each change of options drops all programs
 
 
 def pytest_collection_finish():

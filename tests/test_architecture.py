@@ -2,10 +2,10 @@
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import importlib
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -16,10 +16,21 @@ import pytest
 import spmd
 from spmd.layout import schema
 from spmd.layout.compiler import XLA_NAMES
+from tests.processes import environment
 
 ROOT = Path(spmd.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+
+@functools.cache
+def tree_of(name):
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(name):
+    return list(ast.walk(tree_of(name)))
+
 
 ROOMS = {"callbacks.py", "loggers.py", "losses.py", "metrics.py", "optimizers.py"}  # they only give rooms below a public name
 LEVELS = [
@@ -94,9 +105,14 @@ def module_of(name):
     return "spmd." + name.removesuffix(".py").replace("/", ".") if name != "__init__.py" else "spmd"
 
 
+@functools.cache
 def imports(name, *, functions=True):
     """(line, module) of every import of the library in a file; `from package import module` counts as the module."""
-    for node in nodes(TREES[name], functions=functions):
+    return list(_read_imports(name, functions))
+
+
+def _read_imports(name, functions):
+    for node in nodes(tree_of(name), functions=functions):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "spmd")
         elif isinstance(node, ast.ImportFrom):
@@ -151,28 +167,29 @@ def test_nothing_private_of_jax():
 
 def test_collectives_are_called_in_one_file():
     calls = []
-    for name, tree in TREES.items():
+    for name in FILES:
         if name == "wire/collectives.py":
             continue
-        for node in ast.walk(tree):
+        for node in nodes_of(name):
             if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in ("lax", "jax.lax"):
                 calls.append(f"{name}:{node.lineno} {node.attr}")
             if isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
                 calls += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in COLLECTIVES]
     assert not calls, f"collectives outside wire/collectives.py: {calls}"
-    assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in ast.walk(TREES["wire/collectives.py"]))
+    assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in nodes_of("wire/collectives.py"))
 
 
 def test_regions_by_device_are_made_in_one_file():
-    def calls_shard_map(tree):
-        return any(isinstance(node, ast.Call) and ast.unparse(node.func) == "jax.shard_map" for node in ast.walk(tree))
+    def calls_shard_map(name):
+        functions = [node.func for node in nodes_of(name) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        return any(function.attr == "shard_map" and ast.unparse(function) == "jax.shard_map" for function in functions)
 
-    files = [name for name, tree in TREES.items() if calls_shard_map(tree)]
+    files = [name for name in FILES if calls_shard_map(name)]
     assert files == ["xla.py"], f"jax.shard_map( in {files}; spmd.xla.shard_map takes arrays without elements"
 
 
 def test_no_assert_statements():
-    asserts = [f"{name}:{node.lineno}" for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    asserts = [f"{name}:{node.lineno}" for name in FILES for node in nodes_of(name) if isinstance(node, ast.Assert)]
     assert not asserts, f"assert, which -O removes and which says nothing to a user: {asserts}"
 
 
@@ -188,7 +205,7 @@ def test_every_public_function_and_class_shows_an_example():
 
 
 def test_every_module_says_what_it_is():
-    plain = [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
+    plain = [name for name in FILES if not ast.get_docstring(tree_of(name))]
     assert not plain, f"no docstring: {plain}"
 
 
@@ -201,9 +218,9 @@ def test_no_module_has_the_name_of_a_public_function():
 
 PACKAGES = {
     name.removesuffix("/__init__.py"): ast.literal_eval(node.value)
-    for name, tree in TREES.items()
+    for name in FILES
     if "/" in name and name.endswith("/__init__.py")
-    for node in tree.body
+    for node in tree_of(name).body
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
 }
 
@@ -217,10 +234,16 @@ def test_no_module_beside_a_public_function_has_its_name(package):
 
 def test_public_names_are_the_ones_that_editors_see():
     """The tables of names and the imports under TYPE_CHECKING say the same."""
-    block = next(node for node in TREES["__init__.py"].body if isinstance(node, ast.If))
+    block = next(node for node in tree_of("__init__.py").body if isinstance(node, ast.If))
     seen = {alias.asname: f"{node.module}.{alias.name}" for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     names = {name: f"{module}.{name}" for name, module in vars(spmd)["_HOMES"].items()}
     assert seen == {name: f"spmd.{name}" for name in vars(spmd)["_MODULES"]} | names
+
+
+@functools.cache
+def attributes_read():
+    readers = FILES.keys() - {"layout/schema.py", "layout/toml_reader.py"}
+    return {node.attr for name in readers for node in nodes_of(name) if isinstance(node, ast.Attribute)}
 
 
 SECTIONS = [value for _, value in inspect.getmembers(schema, dataclasses.is_dataclass)]
@@ -229,14 +252,7 @@ SECTIONS = [value for _, value in inspect.getmembers(schema, dataclasses.is_data
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_key_of_a_layout_is_read(section):
     """By name, outside the two files that declare and spell it; the plain names of `[compiler]` by a table."""
-    attributes = {
-        node.attr
-        for name, tree in TREES.items()
-        if name not in ("layout/schema.py", "layout/toml_reader.py")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-    }
-    unread = [field.name for field in dataclasses.fields(section) if field.name not in attributes | set(XLA_NAMES)]
+    unread = [field.name for field in dataclasses.fields(section) if field.name not in attributes_read() | set(XLA_NAMES)]
     assert not unread, f"{section.__name__}: nothing reads {unread}"
 
 
@@ -291,6 +307,5 @@ for name in sys.argv[1:]:
 def test_every_module_imports_first():
     """Each in a fork of a process that has imported nothing else of the library."""
     names = [module_of(name) for name in FILES if not name.startswith("__main__")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    done = subprocess.run([sys.executable, "-c", FIRST, *names], env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, "-c", FIRST, *names], env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

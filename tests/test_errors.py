@@ -470,6 +470,7 @@ def test_loss_of_wrong_type(golden):
     golden("loss_of_wrong_type", error_text(errors.LossError, fit, loss="mse"))
 
 
+@pytest.mark.system
 def test_loss_not_finite_at_first_step(golden):
     golden(
         "loss_not_finite_at_first_step",
@@ -687,6 +688,7 @@ def test_metric_raises(golden):
     assert error_text(errors.LossError, fit, **more).startswith('metric "ratio" returned a str; wanted a scalar')
 
 
+@pytest.mark.system
 def test_leaked_tracer():
     kept = []
 

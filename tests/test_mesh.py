@@ -125,6 +125,7 @@ def alone(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.system
 def test_simulate_devices_in_fresh_and_started_process():
     assert alone("import spmd, jax; spmd.simulate_devices(3); spmd.simulate_devices(3); print(jax.device_count())") == "3"
     late = "import jax, spmd; jax.devices()\ntry: spmd.simulate_devices(3)\nexcept spmd.SpmdError as error: print(error)"

@@ -106,6 +106,7 @@ for colors in ("linux", "nocolor"):
 """
 
 
+@pytest.mark.system
 def test_a_cell_shows_the_fix_in_bold():
     """IPython's own traceback; without its colours there are none in the fix."""
     pytest.importorskip("IPython")

@@ -59,6 +59,7 @@ def undisturbed(make):
     return fit(make(Rows()), epochs=3)
 
 
+@pytest.mark.sampled(quick=3)
 def test_batches_train_as_a_list_of_them_does(make):
     expected = fit([dict(batch) for batch in make(Rows())], epochs=2)
     result = fit(make(Rows()), epochs=2)
@@ -67,7 +68,7 @@ def test_batches_train_as_a_list_of_them_does(make):
     assert not same(result.state, fit(examples(COUNT), batch_size=BATCH, shuffle=False, epochs=2).state)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=9, system=2)
 @pytest.mark.parametrize("stop, prefetch", [(2, 2), (3, 2), (4, 0)], ids=["mid-epoch", "epoch's end", "second epoch, no thread"])
 def test_resumed_run_equals_uninterrupted_run(make, stop, prefetch, tmp_path):
     uninterrupted = undisturbed(make)
@@ -78,6 +79,7 @@ def test_resumed_run_equals_uninterrupted_run(make, stop, prefetch, tmp_path):
     assert rest.history["loss"] == uninterrupted.history["loss"][stop:]
 
 
+@pytest.mark.system
 def test_resume_after_saving_at_the_end_of_an_epoch_of_unknown_length(tmp_path):
     """A checkpoint every 3 steps is written before the end of the data is known: the reader's state is already at its end."""
     uninterrupted = undisturbed(streamed)
@@ -95,6 +97,7 @@ def test_resume_does_not_read_skipped_batches(tmp_path):
     assert len(rest) == BATCH and not set(first) & set(rest)  # then the third; the second is never read
 
 
+@pytest.mark.system
 def test_prefetched_batches_do_not_count_as_trained_on(tmp_path):
     """The saved position is that of the last batch trained on, although the reader was further ahead."""
     rows = Rows()
@@ -104,6 +107,7 @@ def test_prefetched_batches_do_not_count_as_trained_on(tmp_path):
     assert rest.history["loss"] == uninterrupted.history["loss"][1:3]
 
 
+@pytest.mark.system
 def test_a_data_loader_whose_state_is_bytes_resumes(tmp_path):
     import grain.python as pygrain
 

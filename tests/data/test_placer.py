@@ -190,6 +190,7 @@ def reused_batches(count=6, rows=64):
             buffer[:] = np.nan
 
 
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp", "one device"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_generator_may_reuse_its_buffer(prefetch, layout):
@@ -213,6 +214,7 @@ def test_generator_test_would_notice_shared_memory(monkeypatch):
     assert np.isfinite(expected.history["loss"]).all()
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("devices", [8, 1])
 def test_a_buffer_given_to_trainer_step_may_be_overwritten_at_once(devices):
     def train(overwrite):

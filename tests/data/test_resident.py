@@ -6,7 +6,6 @@ are split into the same calls agree bit for bit.
 """
 
 import jax
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -15,13 +14,7 @@ from linear import examples, fit, same
 import spmd
 from spmd.data.device_dataset import replicate_arrays
 from spmd.errors import DataError, OptionError
-from spmd.tree import flatten
-
-
-def close(left, right):
-    left, right = flatten(jax.device_get(left)), flatten(jax.device_get(right))
-    for path in left:
-        np.testing.assert_allclose(left[path], right[path], rtol=1e-6, atol=1e-7, err_msg=path)
+from tests.compare import assert_close
 
 
 class Normed(nnx.Module):
@@ -39,25 +32,26 @@ def fit_normed(data, **options):
     return spmd.fit(lambda: Normed(nnx.Rngs(0)), data, **options)
 
 
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize("count", [96, 88], ids=["whole batches", "short last batch"])
 def test_resident_data_trains_like_arrays(count, steps_per_call):
     plain = fit(examples(count), batch_size=16, epochs=3)
     resident = fit(spmd.data.resident(examples(count), steps_per_call=steps_per_call), batch_size=16, epochs=3)
     assert int(resident.state.step) == int(plain.state.step) == 18
-    close(resident.state, plain.state)
-    np.testing.assert_allclose(resident.history["loss"], plain.history["loss"], rtol=1e-6)
+    assert_close(resident.state, plain.state)
+    assert_close(resident.history["loss"], plain.history["loss"])
     assert not same(resident.state, fit(examples(count), batch_size=16, epochs=3, seed=1).state)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("count", [88, 96], ids=["short last batch", "whole batches"])
 def test_resident_data_trains_like_arrays_without_padding(count):
     plain = fit_normed(examples(count), batch_size=16, epochs=2)
     resident = fit_normed(spmd.data.resident(examples(count), steps_per_call=3), batch_size=16, epochs=2)
     assert not resident.trainer.prepare(examples(16))[0].pad_training
     assert len(resident.history) == 12
-    close(resident.state, plain.state)
+    assert_close(resident.state, plain.state)
 
 
 def test_metrics_of_every_step_are_known():
@@ -104,10 +98,11 @@ def test_calls_end_where_something_is_due(tmp_path):
     assert seen["eval"] == [(step, step) for step in (4, 8, 12, 16, 17)]  # and at the end
     assert seen["checkpoint"] == [(step, step) for step in (5, 10, 15, 17)]
     plain = fit(examples(96), **options)
-    close(resident.state, plain.state)
-    np.testing.assert_allclose(resident.history["eval_loss"], plain.history["eval_loss"], rtol=1e-6)
+    assert_close(resident.state, plain.state)
+    assert_close(resident.history["eval_loss"], plain.history["eval_loss"])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stop", [6, 9], ids=["epoch's end", "mid-epoch"])
 def test_resumed_run_equals_uninterrupted_run(tmp_path, stop):
     data = spmd.data.resident(examples(96), steps_per_call=3)

@@ -430,6 +430,7 @@ def test_a_request_to_stop_ends_the_pauses(monkeypatch):
     assert len(list(read_epoch(IterableSource(Flaky(_2=1), None), 0, retries=1, stops=lambda: True))) == 5
 
 
+@pytest.mark.system
 def test_a_run_that_reads_again_is_the_undisturbed_run(patient):
     undisturbed = fit(Flaky(), epochs=2, eval_data=Flaky(), shuffle=None)
     flaky, away = Flaky(_1=1, _3=2), Flaky(_2=1)

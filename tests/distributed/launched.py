@@ -1,7 +1,6 @@
 """`spmd launch` as tests run it: what it prints, line by line with the time, and what it ends with."""
 
 import dataclasses
-import os
 import re
 import shlex
 import subprocess
@@ -9,6 +8,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+from tests.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).parent / "faulty_job.py"
@@ -34,7 +35,7 @@ class Run:
         return next(at for at, line in self.lines if re.search(pattern, line))
 
 
-def launch(*words, seconds=400, meanwhile=lambda process, run: None, small=None, **environment):
+def launch(*words, seconds=400, meanwhile=lambda process, run: None, small=None, **variables):
     """Run `spmd launch`; everything is reaped, whatever happens.
 
     A folder that is `small` holds 320 KiB while it runs, in a mount namespace of its own; what is in it is copied to `kept` beside it.
@@ -44,8 +45,7 @@ def launch(*words, seconds=400, meanwhile=lambda process, run: None, small=None,
         small.mkdir()
         mount = f"mount -t tmpfs -o size=320k none {small}; {shlex.join(command)}; code=$?; cp -r {small} {small.parent}/kept; exit $code"
         command = ["unshare", "-m", "/bin/sh", "-c", mount]
-    variables = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**variables))
     run = Run([])
     reader = threading.Thread(target=lambda: [run.lines.append((time.time(), line.rstrip("\n"))) for line in process.stdout], daemon=True)
     reader.start()

@@ -4,6 +4,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 RUN = """
 import sys
 from spmd.distributed import coordination
@@ -30,6 +32,7 @@ coordination.exit_now(7)
 """
 
 
+@pytest.mark.system
 def test_coordination_service_of_this_jax():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

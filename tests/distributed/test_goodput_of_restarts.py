@@ -20,7 +20,7 @@ def test_account_survives_sigkill(tmp_path):
     stored = json.loads((folder / "goodput.json").read_text())
     goodput = Goodput(Timeline.from_json(stored))
     assert len(goodput.timeline.attempts) == 2 and goodput.timeline.began == stored["launched"]
-    assert sum(goodput.values()) == pytest.approx(goodput.seconds)
+    assert sum(goodput.values()) == pytest.approx(goodput.seconds, rel=1e-9)
     missing = [phase for phase in ("training", "repeated", "compiling", "saving", "restoring", "starting", "down") if goodput[phase] <= 0]
     assert not missing, goodput
     printed = [at for at, line in run.lines if re.search("HASH", line)]

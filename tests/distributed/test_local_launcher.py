@@ -13,6 +13,7 @@ import pytest
 from launched import JOB, launch
 
 from spmd.distributed.detect_cluster import free_port
+from tests.processes import environment
 
 SLOW = pytest.mark.slow
 
@@ -257,8 +258,7 @@ def test_join_after_jax_distributed_initialize(tmp_path):
     """As a script may that knows nothing of `spmd launch`."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     command = [sys.executable, "-c", OWN]
-    environment = {**os.environ, "XLA_FLAGS": ""}
-    both = [subprocess.Popen([*command, str(rank), address], stdout=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)]
+    both = [subprocess.Popen([*command, str(rank), address], stdout=subprocess.PIPE, text=True, env=environment()) for rank in (0, 1)]
     try:
         message = [process.communicate(timeout=100)[0] for process in both]
     finally:

@@ -12,7 +12,6 @@ in front of the batch statistics, whose gradients cancel.
 """
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -81,8 +80,7 @@ def trained(folder, processes, cases):
         path.write_text(OWN[name])
     (place := folder / f"{processes}").mkdir(exist_ok=True)
     message = {name: {**case, "layout": str(layouts.get(case["layout"], case["layout"]))} for name, case in cases.items()}
-    flags = {"XLA_FLAGS": os.environ["SPMD_TEST_FLAGS"]}  # both arms compile as the suite does
-    run = launch("--processes", processes, "--simulate", 8 // processes, JOB, place, json.dumps(message), seconds=500, **flags)
+    run = launch("--processes", processes, "--simulate", 8 // processes, JOB, place, json.dumps(message), seconds=500)
     assert run.code == 0, run.text
     return {name: dict(np.load(place / f"{name}.npz")) for name in cases}
 

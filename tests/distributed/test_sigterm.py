@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import ROOT, launch
+from launched import launch
+
+from tests.processes import environment
 
 pytestmark = pytest.mark.system
 
@@ -34,9 +36,8 @@ def begun(folder, words=()):
 @contextlib.contextmanager
 def started(*words):
     """The job in a process of its own, killed (by its id) after 200 s whatever happens."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, JOB, *map(str, words)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     alarm = threading.Timer(200, process.kill)
     alarm.start()
     try:
@@ -55,6 +56,7 @@ def end_once_ready(process):
     process.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigterm_to_a_single_process(phase, tmp_path):
     folder, step = tmp_path / "run", PHASES[phase]

@@ -137,7 +137,7 @@ def test_processes_end_with_the_launcher(hosts, tmp_path, whom):
         assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) > 25
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("does", "message"),
     [

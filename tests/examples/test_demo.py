@@ -2,13 +2,14 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+
+from tests.processes import environment
 
 pytestmark = pytest.mark.system
 
@@ -27,7 +28,7 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py")],
         cwd=tmp_path,
-        env=dict(os.environ),  # readline, which pytest imports, gives other processes COLUMNS=80
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,7 +1,6 @@
 """The scripts of `examples/wire`, as a person runs them."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.processes import environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "wire").glob("*.py"))
@@ -31,14 +32,12 @@ def test_page_shows_the_diff_of_each_script():
         assert textwrap.indent(diff, "    ") in (ROOT / "examples" / "wire" / name).read_text(encoding="utf-8"), name
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_learns_as_well_with_fewer_bytes(path, tmp_path):
     if path.name == "keras_loop.py" and not importlib.util.find_spec("keras"):
         pytest.skip('needs Keras 3: pip install "keras>=3.10"')
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)  # a script asks for its devices itself
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     exact, encoded = (LINE.fullmatch(line) for line in done.stdout.splitlines())
     assert exact and encoded and exact[1].startswith("Exact()") and encoded[1].startswith("Int8")
@@ -48,6 +47,7 @@ def test_learns_as_well_with_fewer_bytes(path, tmp_path):
     assert sent < before / 2
 
 
+@pytest.mark.system
 def test_keras_loop_says_what_to_install(tmp_path):
     script = "import runpy, sys; sys.modules['keras'] = None; runpy.run_path(sys.argv[1])"
     path = next(path for path in SCRIPTS if path.name == "keras_loop.py")

@@ -16,6 +16,7 @@ import spmd
 from spmd.errors import DataError, EnsembleError, OptionError
 from spmd.inference import uncertainty
 from spmd.inference.stacked import combined
+from tests.compare import assert_close
 
 
 def mlp(width=32):
@@ -52,6 +53,7 @@ def softmax(logits):
     return np.exp(uncertainty.log_softmax(np.asarray(logits)))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("combine", ["mean", "logits", "vote"])
 def test_what_the_members_say_together(three, digits, combine):
     images = digits[1]["image"]
@@ -71,6 +73,7 @@ def test_what_the_members_say_together(three, digits, combine):
     np.testing.assert_allclose(np.exp(uncertainty.log_combined(logits, combine)), together, atol=1e-6)  # the host's arithmetic
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("combine", ["mean", "logits"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_duplicates_say_what_the_member_says(three, digits, combine, count):
@@ -98,6 +101,7 @@ def test_equal_members_lie_over_the_devices_and_others_follow(mixed, digits):
     assert np.abs(each[0] - each[2]).max() > 0.01
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("members", "mesh", "shown"), [(3, None, "net=3"), (3, "net=2", "net=2"), (9, None, "net=5"), (3, "net=1", "net=1")]
 )
@@ -152,9 +156,10 @@ def test_three_are_better_than_the_best_of_them(three, digits):
     lines = str(evaluation).splitlines()
     assert lines[0].split("  ")[-1] == "disagreement" and [line.split()[0] for line in lines[1:]] == ["ensemble", "0", "1", "2"]
     batches = [{name: values[at : at + 99] for name, values in digits[1].items()} for at in (0, 99, 198)]
-    np.testing.assert_allclose(spmd.Ensemble(three).evaluate(batches).ensemble["log loss"], evaluation.ensemble["log loss"], rtol=1e-6)
+    assert_close(spmd.Ensemble(three).evaluate(batches).ensemble["log loss"], evaluation.ensemble["log loss"])
 
 
+@pytest.mark.system
 def test_a_temperature_is_fitted_to_held_out_data(three, digits):
     """Of members whose logits are five times too large, it is five times the one that was."""
     images, labels = digits[1]["image"], digits[1]["label"]
@@ -182,7 +187,7 @@ def test_uncertainty_of_known_numbers():
     np.testing.assert_allclose(uncertainty.disagreement(logits), [0, 0, np.log(2)], atol=1e-9)
     np.testing.assert_allclose(uncertainty.entropy(softmax(logits).mean(0)), [0, np.log(4), np.log(2)], atol=1e-9)
     probabilities = np.array([[0.8, 0.2], [0.8, 0.2], [0.6, 0.4], [0.6, 0.4]])
-    np.testing.assert_allclose(uncertainty.calibration_error(probabilities, np.array([0, 1, 0, 0])), (0.3 * 2 + 0.4 * 2) / 4)
+    np.testing.assert_allclose(uncertainty.calibration_error(probabilities, np.array([0, 1, 0, 0])), (0.3 * 2 + 0.4 * 2) / 4, rtol=1e-12)
     labels = np.array([0, 0, 0, 1])
     logs = np.log(np.full((4, 2), [0.9, 0.1]))
     temperature = uncertainty.fit_temperature(logs, labels)
@@ -267,7 +272,7 @@ def test_ask_leaves_out_late_members_and_ignores_what_they_say_later(monkeypatch
     deadlines_pass_after(monkeypatch, answers=1, began=slow.began)
     answer = ensemble.ask(ZERO, deadline=5.0)
     assert answer.members == ("quick",) and answer.late == ("slow",) and answer.failed == {} and answer.seconds == 5.0
-    np.testing.assert_allclose(answer.probabilities, softmax(sure_of(1)))
+    np.testing.assert_allclose(answer.probabilities, softmax(sure_of(1)), rtol=1e-12)
     again = ensemble.ask(ONE, deadline=5.0)  # the slow one is still at the first question
     assert again.late == ("slow",)
     slow.go.set()
@@ -276,7 +281,7 @@ def test_ask_leaves_out_late_members_and_ignores_what_they_say_later(monkeypatch
     with ensemble:
         third = ensemble.ask(ONE)
         assert third.members == ("slow", "quick") and third.late == ()
-        np.testing.assert_allclose(third.probabilities, (softmax(sure_of(0)) + softmax(sure_of(1))) / 2)
+        np.testing.assert_allclose(third.probabilities, (softmax(sure_of(0)) + softmax(sure_of(1))) / 2, rtol=1e-12)
         ensemble.ask(ONE)
         assert slow.asked == [0.0, 1.0, 1.0] and again.members == ("quick",), "what came later has not changed it"
         assert sorted(threads()) == ["spmd member quick", "spmd member slow"], "one for each member, however often it is asked"
@@ -339,6 +344,7 @@ def test_close_names_members_that_do_not_end(caplog, monkeypatch):
     ensemble.close(60)
 
 
+@pytest.mark.system
 def test_models_are_asked_on_devices_of_their_own(mixed, digits):
     images = digits[1]["image"][:32]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from spmd.errors import DataError, ExportError, MissingExtraError, OptionError
 from spmd.inference.exporter import _state_as_written
 from spmd.inference.forward import forward_of
 from spmd.run.manifest import MANIFEST_FILE, write_manifest
+from tests.processes import environment
 
 ROOT = Path(spmd.__file__).parent.parent
 ROWS = (1, 7, 128)
@@ -47,6 +47,7 @@ def copied(folders, tmp_path):
     return place
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_rows_as_the_trained_model(results, folders, digits, kind):
     loaded, images = spmd.load_exported(folders[kind]), digits[1]["image"]
@@ -80,9 +81,9 @@ def test_another_process_that_has_no_code_says_the_same_to_the_bit(folders, digi
     images = digits[1]["image"]
     np.save(tmp_path / "images.npy", images)
     words = [str(tmp_path / "images.npy"), str(tmp_path / "outputs.npz"), *map(str, folders.values())]
-    flags = os.environ["SPMD_TEST_FLAGS"]  # compiled as here
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run([sys.executable, "-c", ALONE, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "outputs.npz") as outputs:
         assert len(outputs) == len(KINDS) * len(ROWS)
@@ -126,6 +127,7 @@ def test_export_gathers_sharded_arrays(digits, tmp_path):
     np.testing.assert_allclose(loaded.predict(digits[1]["image"]), trainer.predict(state, digits[1]["image"]), atol=2e-6)
 
 
+@pytest.mark.system
 def test_what_servers_have_packed_is_written_as_the_model_has_it(digits, tmp_path):
     trainer, state = untrained("functional", digits[0], mesh="data=8", layout="parameter_server")
     assert state.params["one"].shape != (64, 32), "rows of servers"
@@ -143,6 +145,7 @@ def test_what_servers_have_packed_is_written_as_the_model_has_it(digits, tmp_pat
     assert report.after == plain.evaluate(rounded, digits[1]) and report.after["loss"] != report.before["loss"]
 
 
+@pytest.mark.system
 def test_bfloat16_as_it_was_trained(digits, tmp_path):
     mesh = spmd.make_mesh("data=1", devices=jax.devices()[:1])
     trainer, state = untrained("nnx", digits[0], precision="bfloat16", mesh=mesh)
@@ -315,6 +318,7 @@ def test_the_extra_is_named(results, folders, tmp_path, monkeypatch):
             call()
 
 
+@pytest.mark.system
 def test_int8_is_a_quarter_of_the_bytes_and_says_what_it_lost(digits, tmp_path):
     train_data, test_data = digits
     wide = spmd.FunctionalModel(
@@ -371,8 +375,7 @@ except ExportError as error:
 def test_several_processes_write_one_folder(tmp_path):
     (tmp_path / "job.py").write_text(PROCESSES)
     command = [sys.executable, "-m", "spmd", "launch", "--processes", "2", str(tmp_path / "job.py"), str(tmp_path)]
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout
     reports, errors = (re.findall(rf"{word} (.*)", done.stdout) for word in ("REPORT", "ERROR"))
     assert (

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from trained import by_hand, says_what
 
@@ -31,6 +32,7 @@ class Deep(nnx.Module):
         return self.layers(x)
 
 
+@pytest.mark.system
 def test_layers_in_the_order_of_stages(tmp_path):
     layout = spmd.Layout.load("pipeline")
     layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, schedule="circular", microbatches=4, groups=2))

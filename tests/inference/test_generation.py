@@ -35,7 +35,7 @@ def model_of(name):
     return load(FIXTURES / name, progress=False)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3", "mistral", "gemma2"])
 def test_greedy_tokens_are_those_of_transformers(name):
     wanted = expected(name)["generated"]
@@ -44,7 +44,7 @@ def test_greedy_tokens_are_those_of_transformers(name):
     np.testing.assert_array_equal(written, wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_write_the_same(layout):
     """Of a result of `fit` with a learning rate of 0, so that its precision, layout and mesh are used."""
@@ -67,6 +67,7 @@ def test_a_row_ends_with_its_stop_token_and_others_continue():
     assert len({len(row) for row in written}) > 1
 
 
+@pytest.mark.system
 def test_one_program_serves_prompts_of_like_lengths_and_draws_follow_the_seed():
     generator, prompts = Generator(model_of("llama")), prompts_of("llama")
     options = {"max_new_tokens": 8, "temperature": 1.5}
@@ -78,6 +79,7 @@ def test_one_program_serves_prompts_of_like_lengths_and_draws_follow_the_seed():
     np.testing.assert_array_equal(alone[0], first[0])  # a row does not depend on the others
 
 
+@pytest.mark.system
 def test_draws_have_the_probabilities_that_are_asked_for():
     """Of 4,000 rows; what top_k and top_p leave out is never drawn."""
     logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))

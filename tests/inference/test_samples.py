@@ -25,6 +25,7 @@ def fit(callbacks=(), **options):
     return spmd.fit(model, batch, loss=spmd.losses.next_token, optimizer=optax.adamw(1e-2), callbacks=callbacks, **chosen)
 
 
+@pytest.mark.system
 def test_samples_change_no_bit_and_compile_once(capsys):
     samples = spmd.callbacks.Samples(PROMPTS, every=2, max_new_tokens=6, tokenizer=FOLDER)
     with_samples, without = fit([samples]), fit()

@@ -159,6 +159,7 @@ def test_list_of_layouts_fits_the_terminal(spmd_command, monkeypatch, width):
 DOCTOR = "from spmd.launch import cli, doctor_command as d; d.examine, d.problems = lambda *_: {}, list; cli.main(['doctor', '--json'])"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("words", [("-m", "spmd", "layouts"), ("-c", DOCTOR)], ids=["layouts", "doctor"])
 def test_closed_stdout_is_no_error(words):
     """As `spmd layouts | head -1` does: no traceback."""

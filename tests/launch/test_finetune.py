@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 from launched import launch
 
+from tests.processes import environment
+
 FOLDER = Path(__file__).parents[1] / "pretrained" / "fixtures" / "finetune"
 SOUNDS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "pig": "oink", "owl": "hoot", "frog": "croak"}
 
@@ -48,13 +50,14 @@ def words(data, out, *more):
     return [str(word) for word in ("finetune", FOLDER, "--data", data, "--out", out, *text, *run, *more)]
 
 
-def environment(devices=8):
-    flags = f"--xla_force_host_platform_device_count={devices} {os.environ.get('SPMD_TEST_FLAGS', '')}"
-    return {**os.environ, "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
+def with_devices(count=8):
+    return environment(XLA_FLAGS=f"--xla_force_host_platform_device_count={count} {os.environ['SPMD_TEST_FLAGS']}")
 
 
 def command(arguments, devices=8):
-    done = subprocess.run([sys.executable, "-m", "spmd", *arguments], capture_output=True, text=True, env=environment(devices), timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd", *arguments], capture_output=True, text=True, env=with_devices(devices), timeout=400
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -65,6 +68,7 @@ def tensors(folder):
     return {name: raw[one.offset : one.offset + one.nbytes] for name, one in files.tensors.items()}
 
 
+@pytest.mark.system
 def test_a_folder_of_the_same_names_is_written_which_answers(data, tmp_path, capsys):
     out = tmp_path / "tuned"
     sampled = ["--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
@@ -202,7 +206,7 @@ WRONG = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", WRONG)
 def test_bad_input_is_named_before_weights_are_read(name, data, tmp_path, capsys, golden, monkeypatch):
     monkeypatch.setattr("spmd.pretrained.folders.read_arrays", lambda *_: pytest.fail("weights were read"))
@@ -258,7 +262,7 @@ def undisturbed(tmp_path_factory):
 def stopped(arguments, how):
     """Exit code and errors of a run that is stopped when it has shown what it writes after step 6, past the checkpoint of step 4."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "spmd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        [sys.executable, "-m", "spmd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=with_devices()
     )
     try:
         for line in process.stdout:
@@ -272,7 +276,7 @@ def stopped(arguments, how):
         process.stdout.close()
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
 def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed, data, tmp_path):
     out, run = tmp_path / "tuned", tmp_path / "run"
@@ -290,7 +294,7 @@ def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed
     assert shown.splitlines()[-2] == resumed.splitlines()[-2]  # the last sample
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_a_run_is_resumed_on_fewer_devices(data, tmp_path):
     """Weights of float32, so that what is written is not rounded to the same numbers."""
     wide = spmd.pretrained.save(spmd.pretrained.load(FOLDER, progress=False), tmp_path / "wide", dtype="float32", progress=False)
@@ -308,7 +312,7 @@ def test_a_run_is_resumed_on_fewer_devices(data, tmp_path):
         np.testing.assert_allclose(value, second[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(data, tmp_path):
     more = ["--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
     one = command(words(data, tmp_path / "one", *more))

@@ -1,6 +1,5 @@
 """Kubernetes: the manifest against its schema, who its pods are, what is refused; and the files in examples/cluster/."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -18,6 +17,7 @@ from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.launch.kubernetes import KubernetesJob, manifest
 from spmd.launch.settings import Settings
+from tests.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, JOB = ROOT / "examples" / "cluster", ROOT / "tests" / "distributed" / "faulty_job.py"
@@ -114,11 +114,10 @@ def pods(folder, *words):
     main = container(documents["Job"])
     reported = {pair["name"]: pair.get("value", documents["Secret"]["stringData"]["token"]) for pair in main["env"]}
     reported["SPMD_COORDINATOR"] = f"127.0.0.1:{free_port('127.0.0.1')}"
-    local = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             main["command"],
-            env={**os.environ, **reported, **local, "JOB_COMPLETION_INDEX": str(index)},
+            env=environment(**reported, JOB_COMPLETION_INDEX=index),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -20,6 +20,8 @@ import spmd
 from spmd import errors
 from spmd.launch import serialization
 from spmd.launch.worker_pool import MAX_BUFFERED, OutputBuffer, failure_reason
+from tests.compare import assert_close
+from tests.processes import environment
 
 pytestmark = pytest.mark.system
 
@@ -68,10 +70,6 @@ def train(learning_rate):
         mesh=spmd.make_mesh("data=4", devices=jax.devices()[:4]),
         progress=False,
     )
-
-
-def environment(**more):
-    return {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), **more}
 
 
 def gone(numbers, seconds):
@@ -155,7 +153,7 @@ def test_fit_equals_fit_in_one_process(both):
 
     here = train(0.1)
     history, state, model = both.run(function, 0.1)
-    np.testing.assert_allclose(history["loss"], here.history["loss"], rtol=1e-6, atol=0)
+    assert_close(history["loss"], here.history["loss"])
     assert list(history.rows())[-1].keys() == list(here.history.rows())[-1].keys()
     assert not here.state.params["hidden"]["kernel"].sharding.is_fully_replicated, "fsdp has sharded it"
     untrained = jax.tree.leaves(nnx.to_pure_dict(nnx.state(MLP(nnx.Rngs(0)), nnx.Param)))
@@ -382,6 +380,7 @@ print("BACK", back[0], type(back[1]) is Pair, back[1].b, back[2]())
     assert len(set(numbers)) == 2 and gone(numbers, 0), "an abandoned group ends with its script"
 
 
+@pytest.mark.slow
 def test_documentation_example_runs():
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     code = page.partition("## In a notebook\n")[2].partition("```python\n")[2].partition("```")[0]

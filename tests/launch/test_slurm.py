@@ -19,6 +19,7 @@ from spmd.launch.restart_policy import ALL, exit_code, no_restart_reason, summar
 from spmd.launch.settings import Settings
 from spmd.launch.slurm import SlurmJob, script
 from spmd.launch.srun import _exit_code, _signal, _step, command
+from tests.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests" / "distributed" / "faulty_job.py"
@@ -98,15 +99,14 @@ def cluster(tmp_path, monkeypatch):
                 os.kill(number, signal.SIGKILL)
 
 
-def run(*words, seconds=400, meanwhile=lambda process, lines: None, **environment):
+def run(*words, seconds=400, meanwhile=lambda process, lines: None, **variables):
     """Run `spmd launch` and give its exit code and what it printed; whatever is left of it is ended."""
-    variables = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
     process = subprocess.Popen(
         [sys.executable, "-m", "spmd", "launch", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=variables,
+        env=environment(**variables),
         start_new_session=True,
     )
     lines = []
@@ -206,6 +206,7 @@ def test_sigterm_to_the_launcher_reaches_the_tasks_not_srun(cluster, monkeypatch
     assert max(int(path.name) for path in (cluster / "run" / "checkpoints").iterdir()) > 25
 
 
+@pytest.mark.system
 def test_sigterm_before_any_task_runs_ends_srun(cluster, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     (cluster / "bin" / "srun").write_text("#!/bin/sh\necho waiting for resources\nexec sleep 1000\n")

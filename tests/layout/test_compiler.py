@@ -134,6 +134,7 @@ def fit(layout):
     return jax.device_get(result.state.params), result
 
 
+@pytest.mark.system
 def test_options_reach_the_program_that_trains(folder):
     """XLA writes each program that it compiles, if asked by an option."""
     dumps = {}

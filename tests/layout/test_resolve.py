@@ -260,7 +260,7 @@ RULES = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -352,7 +352,7 @@ UNREAD = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("text, python, said, fixes", UNREAD.values(), ids=UNREAD)
 def test_invalid_table(text, python, said, fixes):
     assert_refused(text, python, said, fixes)
@@ -620,7 +620,7 @@ CLASHES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("text, python, said, fixes", CLASHES.values(), ids=CLASHES)
 def test_option_of_another_mode(text, python, said, fixes):
     assert_refused(text, python, said, fixes)

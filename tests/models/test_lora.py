@@ -16,6 +16,7 @@ from spmd.models.wrap import wrap
 from spmd.nn import LayerStack
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.decoder_config import DecoderConfig
+from tests.compare import assert_close
 
 WIDTH, MLP, LAYERS = 16, 32, 4
 
@@ -65,6 +66,7 @@ def x():
     return jax.random.normal(jax.random.key(3), (8, WIDTH))
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapter_adds_its_product(rslora, x):
     model = adapted(Adapter("**/up", rank=4, alpha=6.0, rslora=rslora))
@@ -82,6 +84,7 @@ def test_new_adapters_change_nothing(x):
     np.testing.assert_array_equal(model(x), Network()(x))
 
 
+@pytest.mark.system
 def test_first_matrix_is_uniform_and_each_layer_draws():
     model = adapted(Adapter("**/{up,down}", rank=8))
     for name, inputs in (("up", WIDTH), ("down", MLP)):
@@ -92,6 +95,7 @@ def test_first_matrix_is_uniform_and_each_layer_draws():
         assert np.abs(np.corrcoef(a.reshape(LAYERS, -1)) - np.eye(LAYERS)).max() < 0.3
 
 
+@pytest.mark.system
 def test_stack_equals_list(x):
     """Layer by layer, with the same numbers."""
     stacked, listed = adapted(Adapter("**/up", rank=4)), adapted(Adapter("**/up", rank=4), stacked=False)
@@ -101,6 +105,7 @@ def test_stack_equals_list(x):
     np.testing.assert_allclose(stacked(x), listed(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.system
 def test_names_and_layers_are_the_kernels():
     built = wrap(adapted(Adapter("**/{up,down}", rank=4), Adapter("head", rank=2)))
     names, stacks = built.names(None, None), built.stacks()
@@ -124,6 +129,7 @@ def test_parameters_lie_as_the_kernel_lies(x):
     np.testing.assert_array_equal(merged, kernel.get_value())
 
 
+@pytest.mark.system
 def test_dtypes():
     """As the kernel, or float32 if that has fewer bits; the result has the layer's dtype."""
     for given, kept in ((jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32)):
@@ -153,6 +159,7 @@ def test_product_of_the_layer_is_used(x):
     assert calls == ["highest"] * 3
 
 
+@pytest.mark.system
 def test_merged_module_equals_its_adapters(x):
     model = adapted(Adapter("**/{up,down}", rank=4, alpha=4.0, dropout=0.5), Adapter("head", rank=2, alpha=2.0))
     model.eval()
@@ -165,6 +172,7 @@ def test_merged_module_equals_its_adapters(x):
     assert np.abs(merged(x) - Network()(x)).max() > 0.1
 
 
+@pytest.mark.system
 def test_dropout_of_the_adapters_input(x):
     """A mask for each layer of a stack and each call; none in evaluation; the kernel's input is not dropped."""
     model = adapted(Adapter("**/up", rank=4, dropout=0.5))
@@ -185,7 +193,7 @@ def loss(model, batch):
     return jnp.square(model(batch["x"]) - batch["y"]).mean(axis=1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize(("mesh", "layout"), [("data=8", "fsdp"), ("data=2,model=4", "tensor_parallel"), ("data=4,stage=2", "pipeline")])
 def test_layouts_equal_one_device(mesh, layout):
     """With dropout: gradients and masks of adapters as those of one device, and shards of them."""
@@ -222,7 +230,7 @@ def test_bound_model_keeps_its_adapters(x):
     bound = built.bind(built.concrete, call)
     assert list(adapter_paths(bound)) == ["stack/layers/up"]
     layer = model.stack.layer(0)
-    np.testing.assert_allclose(bound.stack.layer(0).up(x), layer.up(x) + 1, rtol=1e-6)
+    assert_close(bound.stack.layer(0).up(x), layer.up(x) + 1)
 
 
 MISFITS = {
@@ -256,6 +264,7 @@ def test_adapters_are_not_added_twice(golden):
     golden("adapters_of_the_model", str(raised.value))
 
 
+@pytest.mark.system
 def test_layer_that_is_not_called(golden):
     """Its kernel is used without the adapter, whose gradients would be zero; in a step, that is an error."""
     batch = {"x": np.ones((8, WIDTH), np.float32), "y": np.ones((8, 8), np.float32)}

@@ -79,9 +79,3 @@ def run(stack, x, how, **inputs):
     loss, params = loss_of(stack, how, **inputs)
     (_, y), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
     return jax.device_get(y), jax.device_get(grads)
-
-
-def relative_difference(actual, expected):
-    """The largest difference, relative to the largest value of each array."""
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    return max(float(np.abs(np.float64(a) - b).max() / (np.abs(b).max() + 1e-30)) for a, b in pairs)

@@ -64,7 +64,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("mesh", "causal", "order"),
     [
@@ -85,6 +85,7 @@ def test_equals_attention_on_one_device(mesh, causal, order):
     assert not set(outputs[0].sharding.spec) - {"data", "context", ("data",), ("context",), None}
 
 
+@pytest.mark.system
 def test_padding_and_rows_that_see_nothing():
     """Padding before one row, after another, and a row of padding only; with data axes, and one tile per key."""
     mask = np.ones((ROWS, LENGTH), bool)
@@ -100,6 +101,7 @@ def test_padding_and_rows_that_see_nothing():
     assert all(np.isfinite(np.asarray(x)).all() for x in (*plain, *sharded))
 
 
+@pytest.mark.system
 def test_bfloat16():
     """Result and gradients are rounded to bfloat16, 8 bits, and the shares of values before that: 2 % of the largest number."""
     sharded = program(parallel_config("context=4"), causal=True)(*inputs(dtype="bfloat16"))
@@ -108,6 +110,7 @@ def test_bfloat16():
     assert worst(sharded, unsharded(True)) > 1e-4, "the arms differ"
 
 
+@pytest.mark.system
 def test_keys_of_another_sequence():
     """Twice as many keys as queries, which a ring without a mask may have."""
     query, _, _, grad = inputs()
@@ -133,7 +136,7 @@ OPTION_CASES = [(name, order, kernel) for name in OPTIONS for order in ("balance
 FAST_OPTIONS = [("causal window", "balanced", "chunked"), ("window", "contiguous", "flash")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("name", "order", "kernel"),
     [pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] * (case not in FAST_OPTIONS)) for case in OPTION_CASES],
@@ -187,6 +190,7 @@ def flops(jaxpr):
     return total
 
 
+@pytest.mark.system
 def test_balanced_causal_attention_does_half_the_work():
     """Read from the program: of n devices each computes 2n + 1 blocks, where without a mask it would be 4n."""
 
@@ -204,6 +208,7 @@ def temporaries(parallel, length):
     return program(parallel, causal=True).lower(*[shape] * 4).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.system
 def test_memory_grows_as_the_shard():
     """Four times the sequence on four times the devices needs the same memory; on one device it needs more than ten times that."""
     two, eight = temporaries(parallel_config("context=2"), 1024), temporaries(parallel_config("context=8"), 4096)

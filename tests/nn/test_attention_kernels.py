@@ -122,7 +122,7 @@ def expected(name):
     return with_gradients(reference, *inputs(), **OPTIONS[name])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=14, system=4)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("implementation", ["chunked", "xla"])
 def test_equals_the_plain_softmax(name, implementation, monkeypatch):
@@ -135,7 +135,7 @@ def test_equals_the_plain_softmax(name, implementation, monkeypatch):
         assert worst(ours[:1], expected("none")[:1]) > 0.01, "the option does something"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=10)
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(1, 9, False), (20, 7, True), (7, 20, True), (16, 16, True), (3, 3, True)])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_chunked_takes_any_lengths_and_groups(queries, keys, causal, groups, monkeypatch):
@@ -227,7 +227,7 @@ def bits(key, shape, start, tile, **options):
     return bits_at(count, *zip(places, strides, strict=True), **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("options", [{}, {"threefry": threefry_rounds}], ids=["xla", "kernel"])
 def test_dropout_does_not_depend_on_tiles_or_the_worker(options):
     """A tile's bits are those of the array of all scores; a worker's are those of its rows in the batch's."""
@@ -239,11 +239,13 @@ def test_dropout_does_not_depend_on_tiles_or_the_worker(options):
     assert (bits(other, shape, start, tile, **options) == bits(other, shape, (0, 0, 0, 0), shape)[:, :, 8:24, 20:52]).all()
 
 
+@pytest.mark.system
 def test_dropout_takes_an_untyped_key():
     chunked = functools.partial(spmd.nn.attention, *inputs()[:3], implementation="chunked", dropout=0.4)
     assert (chunked(dropout_key=jax.random.PRNGKey(7)) == chunked(dropout_key=KEY)).all()
 
 
+@pytest.mark.system
 def test_counts_of_bits_have_64_bits():
     """Far into an array of more than 2**32 elements, whose bits are computed only there."""
     shape = (3, 70_000, 70_000)
@@ -254,6 +256,7 @@ def test_counts_of_bits_have_64_bits():
     assert place > 2**33 and found == first ^ second
 
 
+@pytest.mark.system
 def test_recomputation_and_vmap(monkeypatch):
     monkeypatch.setattr(chunked_attention, "TILE", 5)
     chunked = functools.partial(spmd.nn.attention, implementation="chunked", causal=True)
@@ -327,6 +330,7 @@ def tiled(kernel, call):
 QUICK = ("causal", "everything")
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OPTIONS])
 def test_flash_kernels_equal_the_plain_softmax(name):
     """13 queries and keys in one block, whose end is masked."""
@@ -347,6 +351,7 @@ BLOCKS = {  # in blocks of 16: several, the last one incomplete, and some that a
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "more keys")) for name in BLOCKS])
 def test_blocks_of_flash_kernels(name, monkeypatch):
     monkeypatch.setattr(flash_kernel.Blocks, "of", lambda row_bytes, *, backward: flash_kernel.Blocks(16, 32 if backward else 16))
@@ -412,7 +417,7 @@ PALLAS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(("options", "shape"), PALLAS)
 def test_splash_equals_the_plain_softmax(options, shape):
     """With fewer heads of keys than of queries."""
@@ -420,6 +425,7 @@ def test_splash_equals_the_plain_softmax(options, shape):
     assert worst(with_gradients(by_splash(options), *data), with_gradients(reference, *data, **options)) < 1e-5
 
 
+@pytest.mark.system
 def test_splash_with_segment_ids():
     data, segments = inputs(128, 128, size=128), (ids(128, 5),) * 2
     ours = with_gradients(by_splash({"causal": True}, ScoreArrays(segments=segments)), *data)

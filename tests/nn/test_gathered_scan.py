@@ -8,6 +8,7 @@ import pytest
 from spmd.jaxpr import equations
 from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
 from spmd.nn.stacking import gathered_policy
+from tests.compare import assert_close
 
 WIDTH = 4
 NO_COPIES = Communication(lambda shards: shards, lambda shards, grads, residuals: (grads, jax.tree.map(lambda x: x + 1, residuals)))
@@ -38,6 +39,7 @@ def total(x, kept):
     return jnp.sum(x**2) + jnp.sum(jnp.sin(kept["mean"]) * jnp.arange(len(kept["mean"])))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
@@ -62,7 +64,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
     arguments = weights, others["scale"], table, x
     (expected, kept), grads = jax.jit(jax.value_and_grad(plain, range(4), has_aux=True))(*arguments)
     (value, ours), (*found, after) = jax.jit(jax.value_and_grad(ahead, range(5), has_aux=True))(*arguments, residuals)
-    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    assert_close(float(value), float(expected))
     assert ours["calls"].tolist() == kept["calls"].tolist() == list(range(1, layers + 1))
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5), tuple(found), grads
@@ -71,6 +73,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(grads)[:3])
 
 
+@pytest.mark.system
 def test_integers_are_handed_from_layer_to_layer():
     weights, others, table, x = values(3)
 
@@ -93,6 +96,7 @@ def test_integers_are_handed_from_layer_to_layer():
     jax.tree.map(lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4), grads, expected)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_layer_may_close_over_the_first_input(layers):
     weights, others, _, x = values(layers)
@@ -113,8 +117,8 @@ def test_values_without_a_backward_pass():
     weights, others, table, x = values(3)
     y, kept = scan_gathered(NO_COPIES, lambda *inputs: layer(table, *inputs), x, Stack(weights, others, {}), policy_of=keep_nothing)
     expected, means = jax.lax.scan(lambda x, inputs: layer(table, x, *inputs), x, (weights, others))
-    np.testing.assert_allclose(y, expected, rtol=1e-6)
-    np.testing.assert_allclose(kept["mean"], means["mean"], rtol=1e-6)
+    assert_close(y, expected)
+    assert_close(kept["mean"], means["mean"])
 
 
 def in_a_loop(x, w):
@@ -129,6 +133,7 @@ def with_a_gradient(x, w):
 with_a_gradient.defvjp(lambda x, w: jax.vjp(lambda x, w: jax.nn.gelu(x @ w), x, w), lambda function, dy: function(dy))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("compute", "kept"),
     [(lambda x, w: jax.nn.gelu(x @ w), 2), (in_a_loop, None), (with_a_gradient, None)],
@@ -151,6 +156,4 @@ def test_elementwise_results_are_computed_again(compute, kept):
 
     ours = gathered_policy({}, None)
     assert (saved(ours) == kept < saved(everything)) if kept else (saved(ours) == saved(everything) > 2)
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), *(gradient(of)(x, weights) for of in (ours, everything))
-    )
+    jax.tree.map(lambda one, other: assert_close(one, other), *(gradient(of)(x, weights) for of in (ours, everything)))

@@ -7,6 +7,7 @@ import pytest
 
 from spmd.errors import OptionError
 from spmd.nn.low_precision import low_precision_product
+from tests.compare import assert_close
 
 DIMS = {  # of jax.lax.dot_general, with shapes
     "a layer": ((4, 6), (6, 5), (((1,), (0,)), ((), ()))),
@@ -46,7 +47,7 @@ def product(x, w, dims, of_x, of_w):
     return np.einsum(equation, rounded(x, contracted, of_x), rounded(w, dims[0][1], of_w))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=5, system=2)
 @pytest.mark.parametrize("name", DIMS)
 @pytest.mark.parametrize(("products", "dtype"), [("bfloat16", jnp.bfloat16), ("int8", jnp.int8), ("float8", jnp.float8_e4m3fn)])
 def test_product_is_that_of_rounded_factors(name, products, dtype):
@@ -54,10 +55,11 @@ def test_product_is_that_of_rounded_factors(name, products, dtype):
     ours, exact = low_precision_product(products)(x, w, dims), jax.lax.dot_general(x, w, dims)
     assert (ours.shape, ours.dtype) == (exact.shape, exact.dtype)
     wanted = product(x, w, dims, dtype, dtype)
-    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+    assert_close(ours, wanted)
     assert np.abs(wanted - exact).max() > 1e-4, "it rounds"
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("products", LARGEST)
 def test_numbers_that_the_dtype_has_are_multiplied_exactly(products):
     random, largest = np.random.default_rng(0), LARGEST[products]
@@ -67,6 +69,7 @@ def test_numbers_that_the_dtype_has_are_multiplied_exactly(products):
     np.testing.assert_array_equal(ours, np.asarray(x, np.int64) @ np.asarray(w, np.int64))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("products", "of_gradient", "of_factor"), [("float8", jnp.float8_e5m2, jnp.float8_e4m3fn), ("bfloat16",) * 3])
 def test_gradients_are_products_of_rounded_factors(products, of_gradient, of_factor):
     of_gradient, of_factor = (jnp.bfloat16 if dtype == "bfloat16" else dtype for dtype in (of_gradient, of_factor))
@@ -78,6 +81,7 @@ def test_gradients_are_products_of_rounded_factors(products, of_gradient, of_fac
     np.testing.assert_allclose(dw, product(x, given, (((0,), (0,)), ((), ())), of_factor, of_gradient), rtol=0, atol=2e-6)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", DIMS)
 def test_gradients_of_int8_are_those_of_a_plain_product(name):
     x, w, dims = factors(name)
@@ -87,6 +91,7 @@ def test_gradients_of_int8_are_those_of_a_plain_product(name):
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("products", ["bfloat16", "float8", "int8"])
 def test_a_row_does_not_depend_on_others(products):
     x, w, dims = factors("a layer")
@@ -94,6 +99,7 @@ def test_a_row_does_not_depend_on_others(products):
     np.testing.assert_array_equal(run(x, w, dims)[:2], run(x[:2], w, dims))
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("products", LARGEST)
 def test_rows_of_zeros_and_rows_that_are_not_finite(products):
     x, w, dims = factors("a layer")

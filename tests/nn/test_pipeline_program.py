@@ -39,7 +39,7 @@ def traced(kind, how, grad=False):
     return jax.make_jaxpr(run)(params, x).jaxpr
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize(
     "kind, stages, options, ticks",
     [
@@ -104,7 +104,7 @@ def piped(**pipeline):
     return spmd.Layout(gradients=spmd.Gradients("all_reduce"), pipeline=spmd.Pipeline("stage", **pipeline))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("stages, microbatches", [(2, 4), (4, 8)])
 def test_a_1f1b_step_has_the_ticks_of_its_table(stages, microbatches):
     _, step = step_of(f"data=2,stage={stages}", piped(schedule="1f1b", microbatches=microbatches), 16)
@@ -170,6 +170,7 @@ def collectives(text):
     return operations
 
 
+@pytest.mark.system
 def test_nothing_gathers_weights_or_logits():
     """What is gathered belongs to activations that come back from the last stage; no weight, no logits [rows, length, words]."""
     trainer, step = step_of("data=2,stage=4", piped(microbatches=4), 16)

@@ -17,7 +17,7 @@ def weighted(pool, x):
     return jax.grad(lambda x: (pool(x) * np.arange(pool(x).size).reshape(pool(x).shape)).sum())(x)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=12)
 @pytest.mark.parametrize("shape", [(2, 8, 8, 3), (1, 7, 5, 2), (3, 2, 2, 1)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("values", ["normal", "ties"])

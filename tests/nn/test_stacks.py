@@ -13,7 +13,8 @@ from spmd.errors import ModelError
 from spmd.models.base import STACKED
 from spmd.nn.layer_order import stage_order
 from spmd.nn.parallel_context import UNSHARDED, current, parallel_scope
-from tests.nn.pipes import WIDTH, layers, loss_of, parallel_config, relative_difference, run
+from tests.compare import relative_difference
+from tests.nn.pipes import WIDTH, layers, loss_of, parallel_config, run
 
 SLOW = pytest.mark.slow
 KINDS = {"lstm": {"time_chunk": 3}, "gru": {"time_chunk": 4}, "gpt": {"microbatches": 4}, "cnn": {"microbatches": 4}}
@@ -38,6 +39,7 @@ def test_a_pipeline_is_the_stack(plain, kind, mesh):
     assert schedule.stages == mesh[1] and schedule.microbatches > 1
 
 
+@pytest.mark.system
 def test_layers_that_are_repeated_draw_as_a_list_of_them_and_are_one_program_however_many():
     """A layer's keys are split from those given; names, random streams and calls are those of a list."""
 
@@ -114,7 +116,7 @@ def test_a_circular_pipeline_is_the_stack(plain, kind):
     assert next(iter(how.schedules.values())).groups == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
 def test_results_of_idle_stages_are_never_used(unroll):
     """Zeros, the input of an idle stage, have an infinite gradient here."""
@@ -171,6 +173,7 @@ def test_lengths_states_and_dropout(kind, how):
     assert relative_difference(np.concatenate([front, back], 1), y) < 1e-6 and relative_difference(end, carry) < 1e-6
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=SLOW)], ids=["loop", "unrolled"])
 def test_a_last_state_has_its_gradient(unroll):
     """Stages that finish early keep it through their idle ticks."""
@@ -189,6 +192,7 @@ def test_dropout_draws_what_it_draws_on_one_device(kind):
     assert relative_difference(sharded[0], y) < 1e-6 and relative_difference(sharded[1], grads) < 1e-5
 
 
+@pytest.mark.system
 def test_beside_reaches_every_layer():
     rngs = nnx.Rngs(0)
     stack = spmd.nn.RNNStack([nnx.GRUCell(WIDTH + 3, WIDTH, rngs=rngs) for _ in range(4)])
@@ -219,6 +223,7 @@ def test_bidirectional_equals_flax():
     assert relative_difference(sharded[0], y) < 1e-6 and relative_difference(sharded[1], grads) < 1e-5
 
 
+@pytest.mark.system
 def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
     """Parameters that the state keeps in stage order go to the right layers."""
     stack, x = layers("lstm")
@@ -244,6 +249,7 @@ def test_layers_keep_the_input_dtype():
                 assert jax.eval_shape(loss, params, x)[1].dtype == jnp.bfloat16
 
 
+@pytest.mark.system
 def test_extracted_layer_has_no_stack_metadata():
     named = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
     with nnx.use_eager_sharding(False):
@@ -288,6 +294,7 @@ def test_extra_arguments_reach_every_layer():
     assert relative_difference(grads(parallel_config((2, 4), microbatches=4)), grads(UNSHARDED)) < 1e-5
 
 
+@pytest.mark.system
 def test_a_stack_outside_of_a_step():
     """Outside of a step it is plain model code, and each layer can be extracted."""
     assert current() is UNSHARDED
@@ -305,6 +312,7 @@ def test_a_stack_outside_of_a_step():
     assert (kept.layers.mean[...] != 0).any(axis=1).tolist() == [True, True] or (kept.layers.mean[0] != 0).any()
 
 
+@pytest.mark.system
 def test_compiling_does_not_grow_with_depth():
     """The same program for 6 layers and 48, except for sizes."""
 

@@ -66,7 +66,7 @@ CALLED = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(quick=12)
 @pytest.mark.parametrize("name", CALLED)
 def test_a_call_is_computed_in_tiles(name, monkeypatch):
     """With the same numbers, those of dropout too."""
@@ -77,7 +77,7 @@ def test_a_call_is_computed_in_tiles(name, monkeypatch):
     assert [note.rpartition(": ")[2] for note in parallel.notes] == ["chunked."]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.system
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_modules_hold_no_array_of_all_scores(kind, dropout):
@@ -103,6 +103,7 @@ def test_modules_hold_no_array_of_all_scores(kind, dropout):
     assert len(parallel.notes) == 1
 
 
+@pytest.mark.system
 def test_sown_weights_need_all_scores():
     module = linen.MultiHeadDotProductAttention(4)
     params = module.init(KEY, jnp.ones((2, 6, 8)))
@@ -219,7 +220,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize(("model", "layout", "mesh", "options"), CASES, ids=lambda case: str(case)[:20])
 def test_fit_equals_fit_without_the_table(model, layout, mesh, options, monkeypatch):
     """On eight devices, with several tiles; to 1e-5 of the largest number of each parameter."""

@@ -152,7 +152,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=10, system=3)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_is_computed_in_tiles(name, monkeypatch):
     """With the same numbers and gradients."""
@@ -170,6 +170,7 @@ def test_is_computed_in_tiles(name, monkeypatch):
     assert list(parallel.notes)[-1] == "attention in the model is written out, and is replaced."
 
 
+@pytest.mark.system
 def test_bfloat16_with_a_softmax_in_float32():
     """Rounded as the model rounds: inputs, weights and results; in the backward pass, gradients of scores too."""
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs()[:3])
@@ -230,6 +231,7 @@ ALONE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", ALONE)
 def test_is_left_as_it_is_written(name):
     """And a note says why."""
@@ -241,6 +243,7 @@ def test_is_left_as_it_is_written(name):
     assert not parallel.used
 
 
+@pytest.mark.system
 def test_other_softmaxes_say_nothing():
     """Of logits, and of a mixture's router."""
 
@@ -272,6 +275,7 @@ def test_a_query_without_keys_gets_zeros():
     assert worst([ours[0][0, 5:], ours[0][1]], [plain[0][0, 5:], plain[0][1]]) < 1e-5
 
 
+@pytest.mark.system
 def test_a_sharded_sequence_goes_around_the_ring():
     """No device holds all keys."""
     mesh = jax.make_mesh((2,), ("context",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -424,7 +428,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(("model", "layout", "mesh", "options"), CASES, ids=lambda case: str(case)[:40])
 def test_training_equals_that_without_the_table(model, layout, mesh, options, monkeypatch):
     """On eight devices, with several tiles; the notes name the attention."""

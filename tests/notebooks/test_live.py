@@ -1,6 +1,5 @@
 """A kernel that trains: the display updates in place, an interrupt keeps the state, and a second `fit` resumes."""
 
-import os
 import queue
 import re
 import time
@@ -8,6 +7,7 @@ import time
 import pytest
 
 from spmd.run.progress import REFRESH_SECONDS
+from tests.processes import environment
 
 pytestmark = pytest.mark.system
 
@@ -30,7 +30,7 @@ def kernel(tmp_path, monkeypatch):
     for name, value in {"JUPYTER_RUNTIME_DIR": tmp_path / "runtime", "IPYTHONDIR": tmp_path / "ipython", "JAX_PLATFORMS": "cpu"}.items():
         monkeypatch.setenv(name, str(value))
     manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(env=dict(os.environ))
+    manager.start_kernel(env=environment())
     client = manager.blocking_client()
     client.start_channels()
     try:

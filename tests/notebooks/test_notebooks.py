@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import environment
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -229,14 +231,13 @@ SMALLER = {  # lines that the tests replace: the plans of a small model, for a G
     "path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in QUICK), id=path.name) for path in NOTEBOOKS]
 )
 def test_runs(path, tmp_path):
-    environment = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"), "IPYTHONDIR": str(tmp_path / "ipython")}
-    environment |= {"XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"}  # compiles sooner
-    environment |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    variables = environment(JUPYTER_RUNTIME_DIR=tmp_path / "runtime", IPYTHONDIR=tmp_path / "ipython", PYTHONPATH=paths)
     replaced = SMALLER.get(path.stem, {})
     assert all(path.with_suffix(".py").read_text(encoding="utf-8").count(line) == 1 for line in replaced)
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(path), str(tmp_path), json.dumps(replaced), path.stem],
-        env=environment,
+        env=variables,
         capture_output=True,
         text=True,
         timeout=400,

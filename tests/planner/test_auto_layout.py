@@ -117,6 +117,7 @@ def test_errors_before_a_search(monkeypatch, options, message):
         fit(**options)
 
 
+@pytest.mark.system
 def test_a_folder_that_holds_a_run_is_an_error_before_a_search(tmp_path, monkeypatch):
     fit("data_parallel", checkpoint=tmp_path, steps=1)
     monkeypatch.setattr(auto_layout, "search", lambda *given, **options: pytest.fail("searched"))

@@ -68,6 +68,7 @@ def closed_form(target):
     return 1e9 / (target.rate("float32") * target.achieved.matmul) + 1e9 / target.memory_bandwidth + 100 * target.achieved.launch
 
 
+@pytest.mark.system
 def test_fit_recovers_figures_of_programs():
     figures = [figure for figure in SHOWN if figure not in ("", "achieved.convolution")]
     hidden = dataclasses.replace(CPU, achieved=Achieved(0.3, 0.5, 0.25, 2e-5), inside=dataclasses.replace(CPU.inside, latency=2e-4))
@@ -124,6 +125,7 @@ def test_target_text_is_read_as_the_same_target(tmp_path, name):
     np.testing.assert_allclose([*written.flops.values()], [*target.flops.values()], rtol=DIGITS)
 
 
+@pytest.mark.system
 def test_calibration_is_written_as_a_target(tmp_path):
     path = measured().save(tmp_path / "new" / "mine.toml")
     target = Cluster.parse(f"2x{path}").target
@@ -266,7 +268,7 @@ def test_programs_for_gpus_compile_and_show_their_figures(without_compilation_ca
         np.testing.assert_allclose(figure_of(fitted, figure), figure_of(hidden, figure), rtol=TURNS)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_predictions_are_near_what_is_measured():
     """In one run, in turns; more rounds are taken while other processes disturb the medians."""

@@ -45,7 +45,7 @@ STEP = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1)}
 def plan(layout: Any = "data_parallel", mesh: str = "data=4", model: Any = MODEL, batch: Any = BATCH, **options: Any) -> Any:
     planned = spmd.plan(model, batch, **STEP | options, target=f"{MeshSpec.parse(mesh).size}xcpu", layout=layout, mesh=mesh)
     shares = planned.flops
-    assert sum(shares.beyond.values()) == pytest.approx(shares.executed - shares.model)
+    assert sum(shares.beyond.values()) == pytest.approx(shares.executed - shares.model, rel=1e-9)
     assert planned.timeline.flops == shares.executed and planned.timeline.model_flops == min(shares.model, shares.executed)
     assert executed_flops(parse(planned.compiled.hlo), planned.mesh) == shares.executed
     assert json.loads(planned.to_json())["flops"]["beyond"] == shares.beyond
@@ -68,7 +68,7 @@ def test_remat_is_recomputation():
     layout: Any = spmd.Layout(remat=spmd.Remat("nothing"), mesh=(("data", 2),))
     plain, remat = make_plan(), make_plan(layout=layout)
     assert plain.flops.beyond[RECOMPUTED] == 0 < remat.flops.executed - plain.flops.executed
-    assert only(remat.flops, **{RECOMPUTED: pytest.approx(remat.flops.executed - plain.flops.executed)})
+    assert only(remat.flops, **{RECOMPUTED: pytest.approx(remat.flops.executed - plain.flops.executed, rel=1e-9)})
     assert "% recomputed in the backward pass, -" in str(remat) and "recomputed" not in str(plain)
 
 
@@ -98,14 +98,14 @@ class Deep(nnx.Module):
         return self.stack(x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(("schedule", "ticks"), [("gpipe", 11), ("1f1b", 22)])
 def test_bubbles_are_those_of_the_schedule(schedule, ticks):
     """Stages compute in all ticks, and the results of 8 are used. Under 1F1B a tick takes as long as the slowest stage's."""
     layout = spmd.Layout.load("pipeline")
     layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, microbatches=8, schedule=schedule))
     planned = plan(layout, "data=2,stage=4", lambda: Deep(nnx.Rngs(0)))
-    assert planned.flops.beyond[BUBBLES] == pytest.approx(planned.flops.executed * (1 - 8 / ticks))
+    assert planned.flops.beyond[BUBBLES] == pytest.approx(planned.flops.executed * (1 - 8 / ticks), rel=1e-9)
     assert only(planned.flops, **{BUBBLES: planned.flops.beyond[BUBBLES]}) and "pipeline bubbles" in str(planned)
 
 
@@ -115,7 +115,9 @@ def test_empty_places_of_experts():
         return jnp.einsum("ecd,edh->ech", jnp.zeros((4, 10, 8)) + chosen.sum(), up)
 
     jaxpr = jax.make_jaxpr(route)(jnp.ones((16, 8)), jnp.ones((8, 4)), jnp.ones((4, 8, 16))).jaxpr
-    assert empty_places(jaxpr) == pytest.approx(3 * 2 * 40 * 8 * 16 * (1 - 32 / 40)), "2 choices of each of 16 tokens, in 4 times 10 places"
+    assert empty_places(jaxpr) == pytest.approx(3 * 2 * 40 * 8 * 16 * (1 - 32 / 40), rel=1e-9), (
+        "2 choices of each of 16 tokens, in 4 times 10 places"
+    )
     assert flops(jaxpr) > empty_places(jaxpr) / 3 > 0
 
 
@@ -128,8 +130,8 @@ def test_kernels_of_attention_make_scores_again_and_leave_masked_ones_out():
     sharded = OPERANDS.replace(")\n", "), sharding={devices=[8,1,1,1]<=[8]}\n")
     call = f'custom-call(%q, %k, %v, %o), custom_call_target="__cudnn$fmhaSoftmaxBackward", {CONFIG}'
     shares = shares_of(f"{HEAD}{sharded}  ROOT %call = (bf16[4,1024,12,64]{{3,2,1,0}}) {call}\n}}\n")
-    assert only(shares, **{IN_KERNELS: pytest.approx(SCORES)}), "one of five products"
-    assert shares.masked == pytest.approx(5 * SCORES * (1 - 0.5625)), "but for the blocks on the diagonal"
+    assert only(shares, **{IN_KERNELS: pytest.approx(SCORES, rel=1e-9)}), "one of five products"
+    assert shares.masked == pytest.approx(5 * SCORES * (1 - 0.5625), rel=1e-9), "but for the blocks on the diagonal"
 
 
 DOT = """HloModule m, num_partitions=2
@@ -147,7 +149,7 @@ ENTRY %main (x: f32[16,6], w: f32[6,10]) -> f32[16,10] {
 
 def test_padding_and_what_xla_computes_again():
     flops = 2 * 16 * 8 * 10
-    assert only(shares_of(DOT, mesh="data=2"), **{PADDING: pytest.approx(flops * 2 / 8)}), "of the depth, once"
+    assert only(shares_of(DOT, mesh="data=2"), **{PADDING: pytest.approx(flops * 2 / 8, rel=1e-9)}), "of the depth, once"
     assert only(
         shares_of(DOT.replace('dot_general"}\n  %h', 'pad"}\n  %h').replace('dot_general"}\n  ROOT', 'pad"}\n  ROOT'), mesh="data=2")
     )

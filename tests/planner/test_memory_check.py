@@ -32,6 +32,7 @@ def test_memory_limit_of_cpus_is_unknown():
     assert memory_limit(spmd.make_mesh("data=8")) is None
 
 
+@pytest.mark.system
 def test_fit_raises_before_allocating_what_does_not_fit(monkeypatch):
     has(monkeypatch, 100_000)
     monkeypatch.setattr(spmd.Trainer, "init", lambda self: pytest.fail("something was allocated"))
@@ -42,6 +43,7 @@ def test_fit_raises_before_allocating_what_does_not_fit(monkeypatch):
     assert second.endswith(" too much on each of 8 devices.") and fix.startswith("    fix: `spmd plan` shows")
 
 
+@pytest.mark.system
 def test_check_memory_false_starts_anyway(monkeypatch):
     has(monkeypatch, 100_000)
     assert int(fit(check_memory=False).state.step) == 2

@@ -47,6 +47,7 @@ FORWARD = 2 * ROWS * LENGTH * INNER * (3 * INNER + INNER + 2 * LENGTH)  # two pr
 UNNEEDED = 2 * ROWS * LENGTH * INNER * 3 * INNER  # the gradient of the batch
 
 
+@pytest.mark.system
 def test_remat_adds_to_hfu_only():
     plain, remat = make_plan(), make_plan(layout=spmd.Layout(remat=spmd.Remat("nothing"), mesh=(("data", 2),)))
     assert plain.timeline.flops == plain.timeline.model_flops == (3 * FORWARD - UNNEEDED) / 2, "on each of two devices"

@@ -49,7 +49,7 @@ def test_copies_count_the_smaller_side_and_take_the_link():
     assert {name: size for name, size in moved.items() if size} == {"slice-start": MIB, "out-start": MIB, "sum": MIB}
     times = timeline_of(module, MeshSpec.parse("data=1"), H100, ("data",))
     assert times.host_bytes == 3 * MIB
-    assert times.host_seconds == pytest.approx(3 * MIB / LINK)
+    assert times.host_seconds == pytest.approx(3 * MIB / LINK, rel=1e-9)
     assert times.exposed >= 3 * MIB / LINK - 1e-5, "nothing to compute in the meantime"
     plain = timeline_of(parse(PROGRAM.replace("S(5)", "")), MeshSpec.parse("data=1"), H100, ("data",))
     assert plain.host_bytes == plain.host_seconds == 0 and plain.seconds < times.seconds
@@ -93,7 +93,7 @@ def test_moments_on_the_host_leave_the_device():
     assert host.memory.optimizer == 4 and host.memory.host == moments and device.memory.host == 0
     assert device.memory.peak - host.memory.peak == pytest.approx(moments, rel=0.02)
     assert host.timeline.host_bytes == pytest.approx(2 * moments, rel=0.02), "there and back"
-    assert host.timeline.host_seconds == pytest.approx(host.timeline.host_bytes / LINK)
+    assert host.timeline.host_seconds == pytest.approx(host.timeline.host_bytes / LINK, rel=1e-9)
     assert host.timeline.seconds > device.timeline.seconds
     assert "in the host's memory" in str(host) and "copies with the host" in str(host)
     assert "in the host's memory, for each device" in str(host.explain("stack/layers/up/kernel"))

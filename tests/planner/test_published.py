@@ -79,7 +79,7 @@ def test_errors_are_counted_of_runs_without_doubt(tmp_path):
     published = read_text(tmp_path, ENTRY + 'differs = "it is older"\n' + second + third)
     expected = "dense transformers: 1 runs, median error 10.0%, worst 10.0%; 1 inside of the plan's range."
     assert summary(published, {"A1": 0.9, "A2": 3.0}, ["A1"])[0] == expected
-    assert errors([0.8, 1.1, 1.0]) == pytest.approx((0.1, 0.2))
+    assert errors([0.8, 1.1, 1.0]) == pytest.approx((0.1, 0.2), rel=1e-9)
     text = "\n".join(notes(published, {"A1": 0.8, "A2": 3.0}))
     assert "- A1, 0.80: it is older." in text and "- A2, " not in text
     assert "- A2: it says nothing." in text and "- A3: it cannot be." in text
@@ -143,12 +143,12 @@ def test_fit_finds_the_shares_that_times_were_made_with():
     assert (round(MATMUL[at[0]], 3), round(MEMORY[at[1]], 3)) == (0.7, 0.85)
     held_out = {}
     lines = of_chip(runs, grid, held_out)
-    assert len(lines) == 5 and held_out == pytest.approx({"A": 1.0, "B": 1.0, "C": 1.0})
+    assert len(lines) == 5 and held_out == pytest.approx({"A": 1.0, "B": 1.0, "C": 1.0}, rel=1e-9)
     added = [*runs, Run("D", "one", "", "", seconds=2.0, fitted=False)]
-    assert of_chip(added, grid | {"D": grid["A"]}, held_out)[2] == lines[2] and held_out["D"] == pytest.approx(held_out["A"] / 2)
+    assert of_chip(added, grid | {"D": grid["A"]}, held_out)[2] == lines[2] and held_out["D"] == pytest.approx(held_out["A"] / 2, rel=1e-9)
     faster = {name: seconds * (0.8 if name == "A" else 1.0) for name, seconds in grid.items()}
     of_chip(runs, faster, held_out)
-    assert held_out["A"] == pytest.approx(0.8) and held_out["B"] > 1.05, "each source is predicted from the others alone"
+    assert held_out["A"] == pytest.approx(0.8, rel=1e-9) and held_out["B"] > 1.05, "each source is predicted from the others alone"
 
 
 def test_peaks_are_compared_as_an_allocator_counts_them():

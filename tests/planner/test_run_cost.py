@@ -44,9 +44,9 @@ def test_cost_of_tokens_by_hand(planned):
     cost = plan.cost(tokens=1e9, price=2.5)
     assert cost.steps == math.ceil(1e9 / (32 * 64)) and cost.devices == 8 and cost.fits
     (low, high), step = plan.timeline.range, plan.timeline.seconds
-    assert cost.hours == tuple(pytest.approx(cost.steps * value / 3600) for value in (step, low, high))
-    assert cost.device_hours == tuple(pytest.approx(8 * value) for value in cost.hours)
-    assert cost.money == tuple(pytest.approx(2.5 * value) for value in cost.device_hours)
+    assert cost.hours == tuple(pytest.approx(cost.steps * value / 3600, rel=1e-9) for value in (step, low, high))
+    assert cost.device_hours == tuple(pytest.approx(8 * value, rel=1e-9) for value in cost.hours)
+    assert cost.money == tuple(pytest.approx(2.5 * value, rel=1e-9) for value in cost.device_hours)
     assert low < step < high
 
 
@@ -103,7 +103,7 @@ def test_a_run_takes_the_average_of_its_steps(planned):
     (step,) = plan.period.kinds
     period = SyncPeriod((dataclasses.replace(step, count=9, seconds=step.seconds / 2), step))
     cost = dataclasses.replace(plan, period=period).cost(steps=10)
-    assert cost.hours.expected == pytest.approx(5.5 * step.seconds / 3600) != plan.cost(steps=10).hours.expected
+    assert cost.hours.expected == pytest.approx(5.5 * step.seconds / 3600, rel=1e-9) != plan.cost(steps=10).hours.expected
     assert "of a step with everything that a period of 10 steps synchronizes:" in str(dataclasses.replace(plan, period=period))
     assert "of a step with everything" not in str(plan)
 
@@ -136,7 +136,7 @@ def test_the_command_prints_the_cost(planned, tmp_path, monkeypatch, capsys):
         assert shown.endswith("FIXES\nthe step fits: there is nothing to fix.\n") and said == f"wrote {name}\n"
         saved = (tmp_path / name).read_text()
         assert saved == shown if name == "cost.txt" else all(html.escape(line) in saved for line in table.splitlines())
-    assert cost["steps"] == 1954 and len(cost["money"]) == 3 and cost["money"][0] == pytest.approx(2.5 * cost["device_hours"][0])
+    assert cost["steps"] == 1954 and len(cost["money"]) == 3 and cost["money"][0] == pytest.approx(2.5 * cost["device_hours"][0], rel=1e-9)
 
 
 def test_the_command_prints_what_the_script_costs_and_whether_it_fits_in_colour(planned, tmp_path, monkeypatch, capsys):

@@ -51,11 +51,13 @@ def same_logits(name, model):
     assert np.abs(theirs - values["logits"])[counted].max() > 0.1, "adapters change logits"
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", BASES)
 def test_logits_equal_peft(name):
     same_logits(name, with_adapters(name))
 
 
+@pytest.mark.system
 def test_config_is_read():
     """Ranks and alphas by pattern, rsLoRA and dropout; each layer of the stack has its own matrices."""
     model = with_adapters("llama_patterns")
@@ -73,6 +75,7 @@ def test_config_is_read():
             np.testing.assert_array_equal(getattr(model.stack.layer(layer).attention.out, matrix)[...], as_array(tensor).T)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", BASES)
 def test_written_files_equal_pefts(name, tmp_path):
     """Every tensor of an adapter, and of the config what is not about training; peft also writes the head's weights."""
@@ -88,6 +91,7 @@ def test_written_files_equal_pefts(name, tmp_path):
     same_logits(name, load_adapters(load(FIXTURES / BASES[name]), tmp_path / "saved"))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("name", "task", "prefix"), [("classes", None, "bert."), ("features", "FEATURE_EXTRACTION", ""), ("masked", None, "bert.")]
 )
@@ -112,6 +116,7 @@ def test_config_names_modules_briefly(tmp_path):
     assert config["base_model_name_or_path"] == str(FIXTURES / "llama")
 
 
+@pytest.mark.system
 def test_adapters_of_some_layers_of_a_list(tmp_path, caplog):
     """Modules are named in full where others have the same last name. Of two dropouts one is written, with a warning."""
     tensors = make_tensors()
@@ -131,15 +136,16 @@ def test_adapters_of_some_layers_of_a_list(tmp_path, caplog):
     assert config["target_modules"] == ["h.0.down", "h.1.down", "h.2.down"] and config["rank_pattern"] == {"h.0.down": 2}
     assert not config["use_rslora"] and config["lora_alpha"] == 16 and config["lora_dropout"] == 0.5
     assert "adapter_config.json holds one dropout, 0.5: that of h.0.down 0.0 is lost." in caplog.text
-    assert config["alpha_pattern"]["h.0.down"] == pytest.approx(3.5 * 2**0.5)
+    assert config["alpha_pattern"]["h.0.down"] == pytest.approx(3.5 * 2**0.5, rel=1e-9)
     again = load_adapters(model(), tmp_path / "adapters")
     assert list(adapter_paths(again)) == ["blocks/0/down", "blocks/1/down", "blocks/2/down"]
     for layer in range(3):
         ours, theirs = (each.blocks[layer].down for each in (again, adapted))
-        assert ours.adapter.scale == pytest.approx(theirs.adapter.scale)
+        assert ours.adapter.scale == pytest.approx(theirs.adapter.scale, rel=1e-9)
         assert all(np.array_equal(getattr(ours, name)[...], getattr(theirs, name)[...]) for name in NAMES)
 
 
+@pytest.mark.system
 def test_merged_model_is_saved(tmp_path):
     """As a folder of the base model, which needs no adapters."""
     model = with_adapters("llama_patterns")
@@ -151,6 +157,7 @@ def test_merged_model_is_saved(tmp_path):
     same_logits("llama_patterns", model)
 
 
+@pytest.mark.system
 def test_adapters_of_sharded_weights(tmp_path):
     """They lie as kernels lie, and are written from where they lie."""
     model = with_adapters("llama", mesh="data=4,model=2", layout="fsdp_tensor_parallel")
@@ -274,6 +281,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(
     "config",
     [
@@ -290,6 +298,7 @@ def test_config_names_the_modules_with_tensors(config, tmp_path):
     assert adapter_paths(again) == adapter_paths(with_adapters("llama"))
 
 
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(
     ("named", "warns"), [("meta/Llama", False), ("/models/llama/", False), (None, False), ("mistral", True), ("org/code-llama", True)]
 )
@@ -362,6 +371,7 @@ def test_tensors_that_do_not_fit(name, tmp_path, golden):
     assert adapter_paths(model) == {}, "the model stays as it was"
 
 
+@pytest.mark.system
 def test_calls_that_are_refused(tmp_path, golden):
     """Missing files, models with and without adapters, and layers that PEFT's format does not have."""
     plain, adapted = load(FIXTURES / "llama"), with_adapters("llama")
@@ -399,6 +409,7 @@ def test_calls_that_are_refused(tmp_path, golden):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.system
 def test_weights_that_adapters_files_would_lose(tmp_path, golden):
     """Parameters that are trained beside adapters, and a classifier that `load` drew; `save(merged=True)` has both."""
     train, texts = Train(include="classifier/**"), []

@@ -75,7 +75,7 @@ def loss_and_norm(model, batch):
     return loss, optax.tree.norm(nnx.to_pure_dict(grads))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize("name", KINDS)
 def test_encoder_equals_transformers(name):
     model, values, batch = loaded(name), expected(name), batch_of(name)
@@ -102,6 +102,7 @@ def norm_only():
     return optax.GradientTransformation(lambda params: {"norm": jnp.zeros(())}, update)
 
 
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -100,7 +100,7 @@ def quick(names, some):
     return [pytest.param(name, marks=[] if name in some else pytest.mark.system) for name in names]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=9, system=2)
 @pytest.mark.parametrize("name", quick(FAMILIES, ("llama", "gemma3", "gpt2")))
 def test_one_device_equals_transformers(name):
     model, values, batch = loaded(name), expected(name), batch_of(name)
@@ -109,7 +109,7 @@ def test_one_device_equals_transformers(name):
     np.testing.assert_allclose([loss, norm], [values["loss"], values["grad_norm"]], rtol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("name", quick(FAMILIES, ("mistral", "gemma3")))
 def test_greedy_decoding_equals_transformers(name):
     values = expected(name)
@@ -118,7 +118,7 @@ def test_greedy_decoding_equals_transformers(name):
     np.testing.assert_array_equal(generated, values["generated"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3, system=2)
 @pytest.mark.parametrize("name", quick(FAMILIES, ("gemma3",)))
 def test_cached_logits_equal_uncached_ones(name):
     """Row by row in parts of 1 to 9 tokens, with windows that end inside of the cache."""
@@ -134,7 +134,7 @@ def test_cached_logits_equal_uncached_ones(name):
     assert np.abs(np.concatenate(parts, axis=1) - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("layout", ["fsdp", "tensor_parallel", "pipeline"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
 def test_greedy_decoding_of_sharded_weights(name, layout):
@@ -157,6 +157,7 @@ def test_cache_stays_where_it_lies():
     assert set(communicated) == {"all-reduce"} and len(communicated) <= 4
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_saved_files_equal_those_loaded(name, tmp_path):
     save(load(FIXTURES / name), tmp_path / "saved")
@@ -206,7 +207,7 @@ def layout_cases():
             yield pytest.param(name, layout, marks=mark, id=f"{name}-{layout}")
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize(("name", "layout"), list(layout_cases()))
 def test_layouts_equal_transformers(name, layout):
     where = {"mesh": LAYOUTS[layout], "layout": layout.partition(":")[0]}

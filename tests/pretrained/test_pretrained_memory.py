@@ -1,6 +1,5 @@
 """Host memory of `load`, measured from outside: that of the arrays on the devices, and a bound that does not grow with the model."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +8,14 @@ import pytest
 from host_memory_job import COUNT, INPUTS, OUTPUTS, write
 
 from spmd.pretrained.read_weights import IN_FLIGHT
+from tests.processes import environment
 
 JOB = Path(__file__).parent / "host_memory_job.py"
 SLACK = 32 << 20  # bytes: buffers of threads, and what allocators keep
 
 
 def peaks(folder, *ways):
-    environment = {**os.environ, "PYTHONPATH": str(JOB.parents[2])}
-    run = subprocess.run([sys.executable, JOB, folder, *ways], capture_output=True, text=True, timeout=300, env=environment, check=False)
+    run = subprocess.run([sys.executable, JOB, folder, *ways], capture_output=True, text=True, timeout=300, env=environment(), check=False)
     assert run.returncode == 0, run.stderr
     return list(map(int, run.stdout.split()))
 

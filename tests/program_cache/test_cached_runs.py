@@ -14,6 +14,7 @@ import pytest
 
 import spmd
 from spmd.program_cache.folder import misordered
+from tests.processes import environment
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(misordered()), reason="loading is turned off: " + misordered())]
 JOB = Path(__file__).parent / "cached_job.py"
@@ -23,8 +24,8 @@ LAUNCHER = ["-m", "spmd", "launch", "--processes", "2", "--simulate", "4"]
 
 def run(cache, *launcher, code=0, flags="", **options):
     """What a run prints, and for each of its processes what it compiled and loaded."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    variables |= {"SPMD_CACHE": str(cache), "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{os.environ['SPMD_TEST_FLAGS']} {flags}"}
+    variables = environment(SPMD_CACHE=cache, XLA_FLAGS=f"{os.environ['SPMD_TEST_FLAGS']} {flags}")
+    variables = {name: value for name, value in variables.items() if not name.startswith("JAX_")}  # such as the suite's own cache
     command = [sys.executable, *launcher, JOB, json.dumps(options)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
@@ -35,6 +36,7 @@ def reasons(text):
     return re.findall(r"compiling (.*): not in the cache, because (.*)\.$", text, re.MULTILINE)
 
 
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("options", [{}, {"loss": "mean_loss"}, {"resident": True}], ids=["padded", "short batch", "resident"])
 def test_second_process_compiles_nothing(tmp_path, options):
     """Initial values, steps, a short last batch, evaluations, checks of replicas and a prediction."""
@@ -69,6 +71,7 @@ def test_processes_of_a_launch_compile_nothing_after_restart(tmp_path):
     assert {each["loss"] for each in second} == {each["loss"] for each in first}
 
 
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("other", ["folder", "off"])
 def test_processes_that_differ_in_their_folder_use_none(tmp_path, other):
     different = str(tmp_path / "of process 1") if other == "folder" else False
@@ -84,6 +87,7 @@ def kept(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

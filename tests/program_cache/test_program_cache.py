@@ -166,6 +166,7 @@ def test_bytes_are_bounded(jax_cache, tmp_path, monkeypatch):
     assert add(9.5).loaded == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("open_part", [False, True])
 def test_folder_that_others_can_write_is_refused(jax_cache, tmp_path, caplog, open_part):
     folder = tmp_path / "programs"
@@ -213,6 +214,7 @@ class Net(nnx.Module):
         return self.out(self.stack(x))
 
 
+@pytest.mark.system
 def test_training_step_from_the_cache_computes_as_the_compiled_one(jax_cache, monkeypatch, tmp_path):
     monkeypatch.undo()  # this jaxlib, as it is
     layout = spmd.Layout(default=spmd.Default("shard:data"), gradients=spmd.Gradients("reduce_scatter", gather="layer", accumulate="local"))

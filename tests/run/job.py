@@ -12,6 +12,7 @@ from pathlib import Path
 
 import spmd
 from spmd.run.checkpoint import CheckpointStore
+from tests.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,11 +87,10 @@ def small_steps(count):
 @contextlib.contextmanager
 def started(*, timeout, **options):
     """The run in a process of its own; killed (by its id) and reaped on leaving, and after `timeout` seconds whatever happens."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(options)],
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

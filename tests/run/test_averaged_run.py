@@ -16,6 +16,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", [pytest.param("ema", marks=pytest.mark.system), "swa"])
 def test_resumed_average_matches_uninterrupted_average(name, tmp_path):
     options = {"optimizer": OPTIMIZERS[name], "layout": "fsdp", "eval_data": numbers(40), "eval_every": 4, "eval_average": True}
@@ -46,6 +47,7 @@ def test_best_checkpoint_is_that_of_the_average(tmp_path):
     assert trainer.evaluate(best, numbers(40))["loss"] == min(losses)
 
 
+@pytest.mark.system
 def test_resume_with_other_numbers_is_reported(tmp_path):
     def optimizer(decay, sigmas):
         return skip_spikes(average_weights(optax.adam(0.05), decay=decay), sigmas=sigmas, window=4)

@@ -38,7 +38,7 @@ def undisturbed():
     return options, fit(**options)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("make", [*BUILT_IN.values(), Recorder], ids=[*BUILT_IN, "a user's"])
 def test_a_callback_that_only_looks_changes_nothing(make, undisturbed, tmp_path):
     options, plain = undisturbed
@@ -113,6 +113,7 @@ class Keep(callbacks.Callback):
         self.kept[info.step] = host(info.state)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("every, exact", [(4, None), (1, True), (3, True)])
 def test_the_state_belongs_to_the_step(every, exact):
     keep = Keep(every, exact)
@@ -135,6 +136,7 @@ def test_without_exact_a_rare_callback_gets_no_state_either():
         fit(epochs=1, callbacks=[Loose(2, exact=False)])
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("event", ["on_start", "on_eval", "on_checkpoint", "on_stop"])
 def test_elsewhere_the_state_is_there(event, tmp_path):
     seen = []
@@ -180,6 +182,7 @@ def test_metrics_that_would_show_nowhere_are_refused(event, change):
 # stopping -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_stop_at_a_step_is_exact(step):
     result = fit(epochs=3, callbacks=[callbacks.StopAt(step=step)])
@@ -193,6 +196,7 @@ def test_stop_at_a_step_is_exact_with_many_steps_per_call():
     assert int(result.state.step) == 5
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("event, at, stop", [("on_eval", 8, 9), ("on_checkpoint", 8, 10), ("on_step", 8, 11)])
 def test_stop_at_asked_for_between_calls_of_many_steps_is_exact(event, at, stop, tmp_path):
     """The next call of 8 steps was decided before the evaluation that wants the run to end."""
@@ -399,6 +403,7 @@ def spoilt(step, batch_size=32, count=320):
     return data
 
 
+@pytest.mark.system
 def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_newest(tmp_path):
     """The NaN appears in step 5, where a checkpoint is due as well: it is not written."""
     recorder = Recorder()
@@ -418,6 +423,7 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
     assert same(rest.state, fit(numbers(320), shuffle=False).state)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("masked", [False, True])
 def test_terminate_on_nan_names_classes_of_cross_entropy(masked):
     mask, data = {"mask": np.ones(96, bool)} if masked else {}, numbers(96)
@@ -473,6 +479,7 @@ def test_watching_can_be_turned_off_after_the_first_step():
     assert len(result.history) == 10 and math.isnan(result.history["loss"][2])
 
 
+@pytest.mark.system
 def test_what_would_do_nothing_is_refused():
     class Keras(spmd.callbacks.Callback):
         def on_step_end(self, info):

@@ -44,7 +44,7 @@ def undisturbed(kind):
     return RUNS[kind](epochs=3)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.system
 @pytest.mark.parametrize("stop", [4, 6], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_resumed_run_matches_uninterrupted_run(kind, stop, tmp_path):
@@ -59,6 +59,7 @@ def test_resumed_run_matches_uninterrupted_run(kind, stop, tmp_path):
     assert next(rest.history.rows())["step"] == stop + 1
 
 
+@pytest.mark.system
 def test_reference_runs_depend_on_order_and_dropout():
     """Otherwise another seed would change nothing, and the comparisons above would prove nothing."""
     assert fit_net(labelled(80), steps=4, seed=1).history["loss"] != undisturbed("arrays").history["loss"][:4]
@@ -75,6 +76,7 @@ def test_stopped_many_times(tmp_path):
     assert losses + rest.history["loss"] == fit(epochs=3).history["loss"]
 
 
+@pytest.mark.system
 def test_resuming_a_finished_run_trains_no_step(tmp_path):
     uninterrupted = fit(epochs=2, checkpoint=tmp_path)
     again = fit(epochs=2, checkpoint=tmp_path, resume=True)
@@ -118,6 +120,7 @@ def test_resume_refuses_other_data_options(tmp_path):
     )
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"batch_size": 16}, {"data": numbers(95)}, {"shuffle": False}], ids=lambda c: next(iter(c))
 )
@@ -162,7 +165,7 @@ def trained(place):
     return state, host(state)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize(
     "there, here",
     [
@@ -211,6 +214,7 @@ def test_training_resumes_on_fewer_devices(tmp_path):
 # what does not fit ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_restore_lists_every_array_that_does_not_fit(tmp_path):
     fit_net(steps=1, checkpoint=tmp_path, metrics={})
 
@@ -293,13 +297,14 @@ def test_invalid_checkpoint_options_are_refused(options, text):
 # which are kept -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("keep, left", [(1, [9]), (2, [8, 9]), (4, [6, 7, 8, 9]), (100, list(range(1, 10)))])
 def test_the_newest_are_kept(keep, left, tmp_path):
     fit(epochs=3, checkpoint=Checkpoint(tmp_path, every=1, keep=keep))
     assert steps_on_disk(tmp_path) == left
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("every, left", [(None, [3, 6, 9, 10]), (4, [4, 8, 10]), (5, [5, 10])])
 def test_how_often_and_the_last_step_always(every, left, tmp_path):
     fit(steps=10, checkpoint=Checkpoint(tmp_path, every=every, keep=100))
@@ -327,6 +332,7 @@ def scored(scores, path, **options):
     return fit(data, loss=loss_and_score, epochs=len(scores), eval_data=Scripted(scores), checkpoint=config)
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("every", [None, 3], ids=["each epoch", "every 3 of 3"])
 @pytest.mark.parametrize("mode, best", [("max", 6), ("min", 9)])
 def test_the_best_is_kept_beside_the_newest(mode, best, every, tmp_path):
@@ -335,6 +341,7 @@ def test_the_best_is_kept_beside_the_newest(mode, best, every, tmp_path):
     assert steps_on_disk(tmp_path) == [best, 12]
 
 
+@pytest.mark.system
 def test_the_best_survives_a_resumed_run(tmp_path):
     scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max")
     data = {**numbers(96), "score": np.zeros(96, np.float32)}
@@ -344,6 +351,7 @@ def test_the_best_survives_a_resumed_run(tmp_path):
     assert int(result.trainer.restore(tmp_path, step="best").step) == 6
 
 
+@pytest.mark.system
 def test_the_best_and_any_other_can_be_loaded(tmp_path):
     result = scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max", keep=2)
     trainer = result.trainer
@@ -364,6 +372,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
         fit(epochs=1, checkpoint=5)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/3/meta/metadata"])
 def test_restore_of_a_file_names_the_run_that_it_is_in(name, tmp_path):
     trainer = fit(epochs=1, checkpoint=tmp_path).trainer
@@ -384,6 +393,7 @@ def test_restore_of_a_file_that_is_in_no_run(tmp_path):
     assert str(raised.value) == f"checkpoint={short_repr(str(file))}: {file} is a file."
 
 
+@pytest.mark.system
 def test_resume_records_changed_options(tmp_path, capsys):
     fit(epochs=1, checkpoint=tmp_path, mesh={"data": 8})
     fit(epochs=2, checkpoint=tmp_path, mesh={"data": 4, "model": 2}, resume=True, accumulate=2, layout="fsdp", progress=True)
@@ -394,6 +404,7 @@ def test_resume_records_changed_options(tmp_path, capsys):
     assert "accumulate was 1, is 2" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.system
 def test_every_checkpoint_that_could_be_the_best_is_evaluated(tmp_path):
     """Saves every 2 steps, epochs of 3: evaluated at 2, 3, 4, 6, 8, 9, 10, 12; the best is the save of step 8."""
     scores = [0.1, 0.9, 0.2, 0.3, 0.7, 0.8, 0.4, 0.5]

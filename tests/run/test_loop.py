@@ -14,6 +14,7 @@ from spmd.errors import CheckpointError, OptionError
 from spmd.run.history import History
 from spmd.train.compiled_step import Program
 from spmd.train.metrics import Metrics
+from tests.compare import assert_close
 
 # means ----------------------------------------------------------------------------------------------------------------
 
@@ -23,6 +24,7 @@ def whole_numbers(count):
     return {"x": np.ones((count, FEATURES), np.float32), "y": np.arange(count, dtype=np.float32)[:, None]}
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("count", [96, 88, 70], ids=["whole batches", "a short one that divides", "a short one that does not"])
 @pytest.mark.parametrize("kept", [False, True], ids=["from the host", "resident"])
 def test_a_short_last_batch_is_weighed_by_its_rows(count, kept):
@@ -52,8 +54,8 @@ def test_a_loss_that_is_one_number_for_all_rows_is_weighed_too():
 
     data = whole_numbers(70)
     result = fit(data, loss=loss, optimizer=optax.sgd(0.0), shuffle=False, eval_data=data)
-    assert result.history["loss"] == pytest.approx([np.mean(np.arange(a, b) ** 2.0) for a, b in ((0, 32), (32, 64), (64, 70))], rel=1e-6)
-    assert result.history["eval_loss"] == [pytest.approx(np.mean(np.arange(70) ** 2.0), rel=1e-6)]
+    assert_close(result.history["loss"], [np.mean(np.arange(a, b) ** 2.0) for a, b in ((0, 32), (32, 64), (64, 70))])
+    assert_close(result.history["eval_loss"], [np.mean(np.arange(70) ** 2.0)])
 
 
 # in flight ------------------------------------------------------------------------------------------------------------
@@ -115,6 +117,7 @@ def test_nothing_is_compiled_after_the_first_step_not_even_for_a_short_batch(lay
     assert compilations.count == 0
 
 
+@pytest.mark.system
 def test_the_counter_would_notice():
     """Batch statistics cannot leave padding out: the short batch is a second program, compiled once."""
     with Compilations() as compilations:
@@ -133,6 +136,7 @@ def test_evaluation_is_one_program_also_with_a_short_batch():
 # the caller's things --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("devices", [8, 1])
 def test_the_users_own_model_lives_on_unchanged(devices):
     model, mesh = Net(nnx.Rngs(0)), spmd.make_mesh(devices=jax.devices()[:devices])
@@ -202,7 +206,7 @@ def test_a_loop_of_ones_own_is_what_fit_does():
     infos = list(trainer.steps(numbers(), batch_size=32, epochs=2))
     result = fit(epochs=2)
     assert same(infos[-1].state, result.state)
-    assert [info.metrics["loss"] for info in infos] == pytest.approx(result.history["loss"], rel=1e-6)
+    assert_close([info.metrics["loss"] for info in infos], result.history["loss"])
     assert [info.step for info in infos] == [1, 2, 3, 4, 5, 6]
 
 

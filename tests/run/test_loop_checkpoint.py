@@ -12,6 +12,7 @@ from small import Net, host, labelled, same
 
 import spmd
 from spmd.errors import CheckpointError, OptionError
+from tests.compare import assert_close
 
 OPTIONS = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2), "metrics": {"accuracy": spmd.metrics.accuracy}}
 DATA = labelled(80)
@@ -42,7 +43,7 @@ def undisturbed(layout):
     return host(train(trainer, trainer.init(), 6))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.system
 @pytest.mark.parametrize("layout", ["fsdp", "data_parallel", "zero1", "parameter_server"])
 def test_saved_loop_continues_bit_for_bit(layout, tmp_path):
     """Saved, consumed by the next step, and read by another trainer."""
@@ -57,7 +58,7 @@ def test_saved_loop_continues_bit_for_bit(layout, tmp_path):
     assert same(train(other, other.restore(tmp_path), 6), undisturbed(layout)) and not same(state, undisturbed(layout))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("mesh", ["data=4", "data=2"])
 def test_saved_fsdp_loop_is_restored_on_other_devices(mesh, tmp_path):
     trainer, fewer = trainer_on("data=8", "fsdp"), trainer_on(spmd.make_mesh(mesh, devices=jax.devices()[: int(mesh[-1])]), "fsdp")
@@ -75,7 +76,7 @@ def all_steps(kind):
     return [(info.step, info.metrics["loss"], host(info.state)) for info in trainer_on("data=8", "fsdp").steps(data, epochs=3, **options)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_steps_resume_at_their_position(kind, stop, tmp_path):
@@ -94,6 +95,7 @@ def test_steps_resume_at_their_position(kind, stop, tmp_path):
     assert same(fitted.state, reference[-1][2])
 
 
+@pytest.mark.system
 def test_steps_refuse_other_data(tmp_path):
     trainer = trainer_on("data=8")
     info = next(trainer.steps(DATA, batch_size=32))
@@ -105,6 +107,7 @@ def test_steps_refuse_other_data(tmp_path):
         next(trainer.steps(DATA, batch_size=32, resume=tmp_path, state=trainer.init()))
 
 
+@pytest.mark.system
 def test_state_alone_has_no_position(tmp_path):
     """Nothing is guessed about the data: the error says what to save, and the fix works."""
     trainer = trainer_on("data=8")
@@ -121,6 +124,7 @@ def test_state_alone_has_no_position(tmp_path):
     assert int(result.state.step) == 4 and result.history["loss"] != [] and last.step == 5
 
 
+@pytest.mark.system
 def test_save_never_mixes_runs(tmp_path):
     trainer, other = trainer_on("data=8"), spmd.Trainer(lambda: Net(nnx.Rngs(0)), mesh="data=8", **OPTIONS)
     state = train(trainer, trainer.init(), 1)
@@ -157,6 +161,7 @@ def test_save_refuses_consumed_states_and_options_of_fit(tmp_path):
         trainer.save(trainer.init(), None)
 
 
+@pytest.mark.system
 def test_save_ranks_checkpoints(tmp_path):
     trainer, config = trainer_on("data=8"), spmd.Checkpoint(tmp_path, best="eval_loss", keep=1)
     state = trainer.init()
@@ -167,6 +172,7 @@ def test_save_ranks_checkpoints(tmp_path):
     assert int(trainer.restore(tmp_path, step="best").step) == 2 and int(trainer.restore(tmp_path).step) == 3
 
 
+@pytest.mark.system
 def test_loop_continues_after_a_failed_save(tmp_path, monkeypatch):
     trainer = trainer_on("data=8")
     state = train(trainer, trainer.init(), 1)
@@ -180,6 +186,7 @@ def test_loop_continues_after_a_failed_save(tmp_path, monkeypatch):
     assert int(trainer.restore(tmp_path).step) == 2
 
 
+@pytest.mark.system
 def test_predict_after_restore(tmp_path):
     trainer = trainer_on("data=8")
     state = train(trainer, trainer.init(), 1)
@@ -191,7 +198,7 @@ def test_predict_after_restore(tmp_path):
         other.predict(restored, DATA["x"])
     assert raised.value.fix == "trainer.prepare(batch) first, with arrays like a batch of training, or with their shapes."
     other.evaluate(restored, DATA, batch_size=16)
-    np.testing.assert_allclose(other.predict(restored, DATA["x"]), expected, rtol=1e-6)
+    assert_close(other.predict(restored, DATA["x"]), expected)
     other.prepare({name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype) for name, leaf in DATA.items()})
     assert (other.predict(restored, DATA["x"]) == expected).all()
 
@@ -212,6 +219,7 @@ def test_step_is_saved_once_with_all_that_belongs_to_it(tmp_path):
     assert trainer.restore(tmp_path / "ranked", step="best").step == 1
 
 
+@pytest.mark.system
 def test_best_of_a_loop_is_read_while_it_continues(tmp_path):
     """Not a number ranks last."""
     trainer, config = trainer_on("data=8"), spmd.Checkpoint(tmp_path, best="accuracy", mode="max", keep=1)
@@ -254,6 +262,7 @@ def test_damaged_and_inner_folders(tmp_path, caplog):
     assert rest == [3, 4, 5, 6] and "it was moved to" in caplog.text
 
 
+@pytest.mark.system
 def test_epoch_of_assigned_rows_is_resumed(tmp_path):
     """Of an asynchronous parameter server an epoch has more rounds than batches."""
     server = spmd.ParameterServer(mode="asynchronous", compute_time="lognormal(1.0, 0.8)")

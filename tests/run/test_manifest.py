@@ -103,7 +103,7 @@ def test_all_of_200_damaged_files_are_detected(run):
     assert detected == 200
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("kind", [*HARM, "empty folder", "no manifest", "a file more", "a link"])
 def test_resume_skips_damaged_step(run, saved, kind, caplog):
     folder = newest(run)

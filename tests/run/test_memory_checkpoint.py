@@ -99,6 +99,7 @@ def test_each_shard_is_in_memory_once(tmp_path, killed, layout):
     assert piece.meta["arrays"] == store.meta(5)["arrays"]
 
 
+@pytest.mark.system
 def test_state_in_memory_that_is_older_than_the_disk_is_not_used(tmp_path, killed):
     start_and_kill(tmp_path, killed, step=11)
     for path in pieces(tmp_path):
@@ -108,6 +109,7 @@ def test_state_in_memory_that_is_older_than_the_disk_is_not_used(tmp_path, kille
     assert [(record["step"], "source" in record) for record in records(tmp_path, "resumed")] == [(10, False)]
 
 
+@pytest.mark.system
 def test_damaged_checkpoint_on_disk_is_replaced_by_memory(tmp_path, killed):
     """Step 10 on disk is damaged; 8 is in memory, and newer than step 5."""
     reference = fit(steps=20)
@@ -119,7 +121,7 @@ def test_damaged_checkpoint_on_disk_is_replaced_by_memory(tmp_path, killed):
     assert (tmp_path / "run" / "damaged" / "10").exists() and same(result.state, reference.state)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("how", ["bit", "header", "truncated", "deleted", "other step", "folder"])
 def test_damaged_piece_is_removed_and_an_older_step_is_used(tmp_path, killed, how, caplog):
     reference = fit(steps=20)
@@ -151,6 +153,7 @@ def test_deleted_memory_is_replaced_by_the_disk(tmp_path, killed):
     assert [record["step"] for record in records(tmp_path, "resumed")] == [5]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -165,6 +168,7 @@ def test_state_of_another_mesh_or_layout_is_not_used(tmp_path, killed, options, 
     assert f"checkpoints in memory are not used: {why}." in caplog.text
 
 
+@pytest.mark.system
 def test_state_that_is_not_read_and_a_start_at_step_0_are_said(tmp_path, killed, caplog, monkeypatch):
     start_and_kill(tmp_path, killed)
     monkeypatch.setenv("SPMD_MEMORY_FOLDER", str(tmp_path / "memory"))
@@ -214,6 +218,7 @@ def test_write_that_fails_is_counted_and_stops_nothing(tmp_path, monkeypatch, ca
     assert records(tmp_path, "memory")[0]["failed"] >= 1
 
 
+@pytest.mark.system
 def test_folder_that_was_removed_by_hand_is_created_again(tmp_path, none_left_out):
     """In the middle of a run; later checkpoints are in it."""
 
@@ -232,6 +237,7 @@ def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
     assert "there are no checkpoints in memory: " in caplog.text and "of another user" in caplog.text
 
 
+@pytest.mark.system
 def test_state_is_copied_to_the_host_where_devices_have_no_room(tmp_path, killed, monkeypatch):
     monkeypatch.setattr(memory_checkpoint, "fits_on_devices", lambda state, copies: False)
     reference = fit(steps=20)
@@ -241,6 +247,7 @@ def test_state_is_copied_to_the_host_where_devices_have_no_room(tmp_path, killed
     assert same(result.state, reference.state)
 
 
+@pytest.mark.system
 def test_at_most_two_steps_are_in_memory(tmp_path, monkeypatch):
     most = []
     write = MemoryCheckpoints._write
@@ -268,6 +275,7 @@ def test_run_that_a_signal_ends_does_not_wait_for_memory(tmp_path, monkeypatch, 
     assert waited == [signalled]
 
 
+@pytest.mark.system
 def test_resident_data(tmp_path, killed):
     """Steps run in calls of many, which end where a checkpoint in memory is due."""
     data = spmd.data.resident(numbers(), steps_per_call=5)

@@ -12,7 +12,7 @@ from small import fit, numbers
 
 from spmd.errors import CallbackError, OptionError
 from spmd.run import progress
-from spmd.run.progress import NoProgress, Progress, make_progress
+from spmd.run.progress import NoProgress, Pace, Progress, make_progress
 
 
 def test_auto_is_silent_without_a_terminal(capfd):
@@ -29,7 +29,7 @@ def test_true_prints_lines_anywhere(capfd):
     result = fit(epochs=2, eval_data=numbers(40, 1), progress=True)
     out, lines = capfd.readouterr()
     assert out == ""
-    assert f"step 1/6  epoch 1  loss {result.history['loss'][0]:.4g}  " in lines
+    assert f"step 1/6  epoch 1  loss {result.history['loss'][0]:.4g}" in lines
     assert "samples/s" in lines and "\x1b" not in lines
     for evaluation in result.history.evaluations:
         assert f"step {evaluation['step']}: eval_loss {evaluation['eval_loss']:.4f}" in lines
@@ -46,18 +46,43 @@ def console(monkeypatch):
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 
-def test_a_last_update_after_no_time_keeps_the_rate(console, monkeypatch):
+def test_an_update_after_no_time_keeps_the_rate(console):
     """Many steps may end at once, as those of a call of a sweep: their number over the time since the last redraw is no speed."""
-    now = [1000.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     display = make_progress("auto")
-    display.start(0, 40)
-    now[0] += 10.0
-    display.update(20, 1, {"loss": 0.5}, 640)
-    now[0] += progress.REFRESH_SECONDS / 100
-    display.update(40, 1, {"loss": 0.5}, 1280)
+    display.start(0, 40, pace=Pace(0, 1000.0))
+    display.update(20, 1, {"loss": 0.5}, Pace(640, 1010.0))
+    display.update(40, 1, {"loss": 0.5}, Pace(1280, 1010.0 + progress.REFRESH_SECONDS / 100))
     display.close()
     assert set(re.findall(r"([\d,]+) samples/s", console.file.getvalue())) == {"64"}
+
+
+def rates_shown(console):
+    return re.findall(r"([\d,]+) samples/s", console.file.getvalue())
+
+
+def test_nothing_compiled_counts_in_the_rate(console):
+    """Without a pace to begin at, the first update begins the measurement: it came after a program was compiled."""
+    display = make_progress("auto")
+    display.start(0, 40)
+    display.update(1, 0, {"loss": 0.5}, Pace(32, 100.0))
+    assert rates_shown(console) == []
+    display.update(21, 0, {"loss": 0.5}, Pace(672, 110.0))
+    assert set(rates_shown(console)) == {"64"}
+
+
+def test_the_last_update_shows_the_rate_of_the_whole_run(console):
+    display = make_progress("auto")
+    display.start(0, 40, pace=Pace(0, 0.0))
+    display.update(20, 0, {"loss": 0.5}, Pace(640, 10.0))
+    display.update(30, 0, {"loss": 0.5}, Pace(960, 30.0, waited=15.0))
+    display.update(40, 0, {"loss": 0.5}, Pace(1280, 40.0, waited=20.0), last=True)
+    display.close()
+    assert rates_shown(console)[-1] == "32" and "50% waiting for data" in console.file.getvalue().rpartition("40/40")[2]
+
+
+def test_the_last_line_has_the_rate_of_the_result(capfd):
+    result = fit(epochs=4, progress=True)
+    assert re.findall(r"([\d,]+) samples/s", capfd.readouterr().err)[-1] == f"{result.samples_per_second:,.0f}"
 
 
 def test_a_narrow_terminal_wraps_between_words_and_splits_no_path(console):
@@ -84,10 +109,9 @@ def test_a_terminal_shows_a_bar(console, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     display = make_progress("auto")
-    display.start(0, 40)
+    display.start(0, 40, pace=Pace(0, 0.0))
     assert display.due()
-    now[0] += 10.0
-    display.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, 640)
+    display.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, Pace(640, 10.0))
     assert not display.due()  # redrawn a few times per second, not at every step
     now[0] += progress.REFRESH_SECONDS
     assert display.due()
@@ -107,7 +131,9 @@ def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
     monkeypatch.setattr(display._bar, "get_time", lambda: float(next(clock)))
     display.start(0, 12000)
     for step in (57, 570, 5700):
-        display.update(step, 30, {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5}, 64 * step)
+        display.update(
+            step, 30, {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5}, Pace(64 * step, float(step))
+        )
     display.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", made.file.getvalue())
     assert "57/12000" in text and "5700/12000" in text and "…" not in text
@@ -196,7 +222,7 @@ def test_what_is_done_is_no_longer_shown_after_an_error(console):
 def test_the_length_of_a_run_may_be_unknown(console):
     display = make_progress(True)
     display.start(3, None)
-    display.update(4, 0, {"loss": 1.0}, 32)
+    display.update(4, 0, {"loss": 1.0}, Pace(32, 1.0))
     display.close()
     assert "4/?" in console.file.getvalue()
 
@@ -205,7 +231,7 @@ def test_metrics_are_not_read_as_markup(console):
     display = make_progress(True)
     display.start(0, 10)
     display.say("[red] stays [/red]")
-    display.update(1, 0, {"[bold]x": 1.0}, 32)
+    display.update(1, 0, {"[bold]x": 1.0}, Pace(32, 1.0))
     display.close()
     assert "[red] stays [/red]" in console.file.getvalue() and "[bold]x 1" in console.file.getvalue()
 
@@ -246,7 +272,7 @@ def test_a_notebook_shows_evaluations_as_points_of_the_curve(monkeypatch, capsys
         assert shown == [{"text/plain": "tracing"}]
     display.start(0, 40)
     for step in (10, 20):
-        display.update(step, 0, {"loss": 2.0 / step}, 32 * step)
+        display.update(step, 0, {"loss": 2.0 / step}, Pace(32 * step, float(step)))
         display.evaluated(step, {"eval_loss": 3.0 / step, "eval_accuracy": 0.75})
     display.close()
     last = shown[-1]

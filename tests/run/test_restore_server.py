@@ -105,6 +105,7 @@ def repacked(state, wanted, old, new, mesh):
 # bits ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("old, new", [pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow) for pair in PAIRS])
 def test_parameters_and_moments_are_moved_bit_for_bit(old, new):
     def make_state(packing):
@@ -149,6 +150,7 @@ OPTIMIZERS = {
 QUICK = ("partition",)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in OPTIMIZERS])
 def test_any_chain_of_an_optimizer_is_moved(kind):
     """To an array for each parameter, to one for each dtype, and back; what is kept is by bits what would be kept there."""
@@ -245,6 +247,7 @@ JOURNEYS = {  # layouts, devices
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("journey", [pytest.param(name, marks=() if name == "there and back" else pytest.mark.slow) for name in JOURNEYS])
 def test_state_survives_a_chain_of_packings_and_meshes(journey, tmp_path):
     """Mixed dtypes, a scalar, an empty array: the same parameters and moments at each stop, placed as a new state is."""
@@ -282,6 +285,7 @@ def line(layout, devices=8, **options):
     return spmd.fit(linear(), labelled(), mesh=mesh_of(devices), layout=layout, **options)
 
 
+@pytest.mark.system
 def test_synchronous_run_resumed_in_another_packing_matches_uninterrupted_run(tmp_path):
     """On as many workers, with momentum, to the last bit: what docs/parameter_server.md promises of every placement."""
     stops, losses = [(served(), 2), (served(placement="round_robin", servers=5), 4)], []
@@ -303,6 +307,7 @@ NOTES = (
 )
 
 
+@pytest.mark.system
 def test_restore_notes_what_another_packing_resets(tmp_path, caplog):
     here, there = (
         trainer(layout, devices, MOMENTUM, TWO)
@@ -333,6 +338,7 @@ def test_asynchronous_run_resumes_in_another_packing_on_another_mesh(tmp_path):
     assert np.isfinite(line(same_workers, 4, epochs=1, checkpoint=tmp_path / "middle", resume=True).history["loss"]).all()
 
 
+@pytest.mark.system
 def test_another_mode_in_the_same_packing_keeps_what_it_can(tmp_path):
     """Synchronous to asynchronous and back: parameters and momentum are kept; state that did not exist is initialized, with a note."""
     here, there = (trainer(served(**mode), 8, MOMENTUM, TWO) for mode in ({"feedback": True}, {**LATE, "feedback": True}))
@@ -358,6 +364,7 @@ def refusal(trainer, path):
     return str(raised.value)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("there", [served(), served(placement="greedy_bytes"), ALL_REDUCE], ids=["same", "packed", "plain"])
 def test_restore_into_another_model_lists_paths_and_shapes(there, tmp_path):
     """As large as the saved one, so that what the servers keep of it is of the same shapes."""
@@ -385,6 +392,7 @@ def test_restore_into_another_optimizer_lists_every_difference(tmp_path):
     assert not any(line.startswith("params/") for line in lines)
 
 
+@pytest.mark.system
 def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_fix(tmp_path):
     """Each worker's own momentum, [workers, ...]: never parted by a shape that happens to fit."""
     local = {"mode": "local", "every": 2}

@@ -50,7 +50,7 @@ def runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(quick=28, system=3)
 @pytest.mark.parametrize("after", WRAPPED)
 @pytest.mark.parametrize("before", ["none", "both", "scaled", pytest.param("two steps", marks=pytest.mark.system)])
 def test_state_inside_of_other_wrappers_is_restored(runs, before, after, caplog):

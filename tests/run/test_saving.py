@@ -39,6 +39,7 @@ def threads(monkeypatch):
     return thread_names
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("room", [COPIED, WAITED_FOR], ids=["copied", "waited for"])
 def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, threads, monkeypatch):
     """Steps donate the state that is being saved; each checkpoint holds the state of its own step, whichever thread hands it over."""
@@ -122,6 +123,7 @@ def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monk
     assert events[:4] == ["evaluation", "copy", "evaluation", "copy"]
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("error", [DivergedError, ValueError, KeyboardInterrupt])
 def test_unsaved_copy_is_dropped(error, tmp_path):
     """A callback raises after the copy was started. A diverged state is not saved; any other is."""

@@ -54,6 +54,7 @@ def test_restore_leaves_an_unfinished_save_alone(tmp_path, monkeypatch):
         assert entries(tmp_path) == before
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("resume", [False, True])
 def test_second_fit_is_refused_and_leaves_an_unfinished_save_alone(resume, tmp_path, monkeypatch):
     with half_written(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ def run(data, steps=12, **options):
     return fit(data, batch_size=ROWS, shuffle=False, steps=steps, **{"optimizer": SPIKES, "layout": "fsdp", **options})
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "optimizer, precision, left",
     [(SPIKES, "float32", 1.0), pytest.param(scale_loss(SPIKES, 2.0**12, every=3), "float16", 30.0, marks=pytest.mark.system)],
@@ -80,6 +81,7 @@ def test_too_many_in_a_row_end_the_run(tmp_path, golden):
     golden("skipped_updates_in_a_row", str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
+@pytest.mark.system
 def test_fix_of_more_in_a_row_lets_the_run_resume(tmp_path):
     """From a checkpoint in the middle of the row."""
     with pytest.raises(DivergedError, match="larger sigmas or max_in_a_row"):
@@ -106,6 +108,7 @@ def test_loss_that_is_not_finite_in_float16_is_named(caplog):
     assert lines == [f"step 3: the update was skipped: {why}. 31 more may be, in a row."]
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("step, error", [(1, "at the first step"), (3, "step 3")])
 def test_batch_with_a_nan_is_skipped(step, error):
     """Without the wrapper it ends the run."""

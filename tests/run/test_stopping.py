@@ -49,6 +49,7 @@ def test_a_callback_that_raises_does_not_lose_the_state(event, step, saved, tmp_
     assert rest.history["loss"] == uninterrupted.history["loss"][saved:]
 
 
+@pytest.mark.system
 def test_an_error_before_the_first_step_saves_nothing(tmp_path):
     with pytest.raises(CallbackError) as raised:
         fit(checkpoint=tmp_path, callbacks=[Fail("on_start", 0, RuntimeError("mine"))])
@@ -56,6 +57,7 @@ def test_an_error_before_the_first_step_saves_nothing(tmp_path):
     assert same(fit(checkpoint=tmp_path).state, fit().state)
 
 
+@pytest.mark.system
 def test_a_reader_that_raises_does_not_lose_the_state(tmp_path):
     def batches(broken):
         data = numbers()
@@ -121,6 +123,7 @@ def test_ctrl_c_without_a_folder_says_that_nothing_is_saved(capfd):
     assert capfd.readouterr().err.endswith(kept)
 
 
+@pytest.mark.system
 def test_ctrl_c_twice_interrupts_at_once_and_still_saves(tmp_path):
     def press(info):
         if info.step == 4:
@@ -148,6 +151,7 @@ class Evaluation:
         yield numbers(32, 1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "Ctrl-C"])
 @pytest.mark.parametrize(
     "step, evaluated, every, eval_every",
@@ -188,7 +192,7 @@ class Batches:
             yield numbers(32, at)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize("eval_every, best", [(None, None), (2, None), (None, "eval_loss")], ids=["epoch's end", "mid-epoch", "judged"])
 def test_a_signal_during_an_evaluation_ends_it_between_batches(eval_every, best, tmp_path):
     """The state is saved, nothing of the evaluation is reported, and the resumed run makes it anew."""
@@ -232,6 +236,7 @@ def terminate(*_):
     signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("where", ["model", "on_start", "restore"])
 def test_sigterm_before_the_first_step_ends_at_once(where, tmp_path, monkeypatch, capfd):
     """The folder is released, nothing new is saved, and what was there is intact."""

@@ -29,6 +29,7 @@ from spmd.run.loggers import close_loggers
 from spmd.run.pictures import size
 from spmd.run.run_facts import ID_FILE, RunFacts, git_state
 from spmd.run.trackers import Tracker
+from tests.processes import environment
 
 
 class Fake(Tracker):
@@ -131,6 +132,7 @@ def test_git_state_says_whether_files_differ(tmp_path):
     assert git_state(tmp_path)["git_dirty"] is True
 
 
+@pytest.mark.system
 def test_resumed_run_is_one_run(tmp_path):
     server = {}
     train(tmp_path, server, 4)
@@ -167,6 +169,7 @@ def test_tracker_that_is_added_later_has_all_steps(tmp_path):
     assert steps_of(second) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.system
 def test_new_run_in_the_same_folder_is_another_run(tmp_path):
     server = {}
     train(tmp_path, server, 3, checkpoint=spmd.Checkpoint(tmp_path))
@@ -180,6 +183,7 @@ def test_new_run_in_the_same_folder_is_another_run(tmp_path):
     assert second["points"] == written  # not those of the abandoned run, which has the same steps
 
 
+@pytest.mark.system
 def test_new_run_without_a_tracker_is_another_run(tmp_path):
     server = {}
     train(tmp_path, server, 3)
@@ -191,6 +195,7 @@ def test_new_run_without_a_tracker_is_another_run(tmp_path):
     assert [step for step, name, _ in second["points"] if name == "loss"] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.system
 def test_copy_of_a_folder_is_another_run_and_a_renamed_one_is_not(tmp_path, caplog):
     server = {}
     train(tmp_path / "a", server, 4)
@@ -219,9 +224,9 @@ def test_run_without_folder(tmp_path):
     assert [run["files"] for run in server.values()] == [{}, {}]
 
 
+@pytest.mark.sampled(quick=12)
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(3)], ids=["OSError", "SystemExit"])
 @pytest.mark.parametrize("broken", ["where", "open", "last_steps", "log", "add_file", "finish"])
-@pytest.mark.sampled(6)
 def test_tracker_that_fails_never_stops_training(broken, error, tmp_path, caplog):
     if broken == "where" and isinstance(error, SystemExit):
         error = ValueError("no such place")
@@ -233,6 +238,7 @@ def test_tracker_that_fails_never_stops_training(broken, error, tmp_path, caplog
     assert bad.calls.count(broken) == 1
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("broken", ["open", "log", "finish"])
 def test_tracker_that_hangs_never_stops_training(broken, tmp_path, caplog):
     released = threading.Event()
@@ -271,6 +277,27 @@ def test_file_is_missing_but_the_run_is_closed(tmp_path, caplog):
     server = {}
     train(tmp_path, None, 2, loggers=[Fake(server, broken="add_file", error=OSError("full"))])
     assert next(iter(server.values()))["ends"] == ["finished"] and len(warned(caplog)) == 1
+
+
+def test_close_while_the_thread_switches_the_tracker_off():
+    """`close` of another thread does not wait for a tracker that is off, and drops the queue that ends the thread."""
+    log = Fake(broken="log", error=OSError("full"))
+    log.begin(RunFacts())
+
+    class Closing(logging.Handler):  # as late as the warning: the tracker is off, its thread not yet ended
+        def emit(self, record):
+            closing = threading.Thread(target=log.close)
+            closing.start()
+            closing.join(60)
+
+    handler = Closing()
+    logging.getLogger("spmd").addHandler(handler)
+    try:
+        log.write({"step": 1, "loss": 1.0})
+        log._thread.join(60)  # an error in it would be a warning of pytest's
+    finally:
+        logging.getLogger("spmd").removeHandler(handler)
+    assert not log._thread.is_alive()
 
 
 def test_status_says_whether_the_run_failed():
@@ -342,6 +369,7 @@ def draw(info):
     info.log_picture("square", np.full((2, 3), info.step, np.uint8))
 
 
+@pytest.mark.system
 def test_pictures_and_histograms_of_a_resumed_run_are_written_once(tmp_path):
     options = {"callbacks": [spmd.callbacks.Each(draw, every=2)], "watch": 3}
     server = {}
@@ -359,6 +387,7 @@ def test_pictures_and_histograms_of_a_resumed_run_are_written_once(tmp_path):
     assert again[: len(written)] == written and [step for step, *_ in again[len(written) :]] == [8, 9]
 
 
+@pytest.mark.system
 def test_what_a_tracker_cannot_show_is_said_once(tmp_path, caplog):
     class Plain(Fake):
         log_histograms, log_picture = Tracker.log_histograms, Tracker.log_picture
@@ -378,6 +407,7 @@ def test_what_a_tracker_cannot_show_is_said_once(tmp_path, caplog):
     assert steps_of(server) == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.system
 def test_damaged_id_makes_another_run(tmp_path, caplog):
     server = {}
     train(tmp_path, server, 4)
@@ -389,6 +419,7 @@ def test_damaged_id_makes_another_run(tmp_path, caplog):
     assert "its contents do not match its checksum. Trackers show this attempt as another run." in text
 
 
+@pytest.mark.system
 def test_users_logger_gets_the_facts_of_the_run(tmp_path):
     class Mine:
         def begin(self, facts):
@@ -476,23 +507,21 @@ def run_job(tmp_path, kind, *, kill=0, interrupt=0, steps=STEPS, seconds=60, ser
     """One attempt, in the folder of the test, which also holds every store; reaped, with a bound."""
     offline = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(tmp_path / "trackio")}
     homes = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
-    environment = {**os.environ, **offline, **homes, "PYTHONPATH": str(Path(spmd.__file__).parents[1])}
-    environment |= {"COMET_DISABLE_AUTO_LOGGING": "1"}
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    environment |= {} if server is None else server
+    variables = environment(**offline, **homes, COMET_DISABLE_AUTO_LOGGING=1)
+    variables.pop("MLFLOW_TRACKING_URI", None)
+    variables |= {} if server is None else server
     options = json.dumps(
         {"kind": kind, "folder": str(tmp_path / "run"), "kill": kill, "interrupt": interrupt, "steps": steps, "seconds": seconds}
     )
     command = [sys.executable, str(JOB), options]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
 
 
 def read_back(tmp_path, kind):
     """(runs, {metric: steps}, names of files) by the tracker's API."""
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = str(Path(spmd.__file__).parents[1])
+    variables = environment(TRACKIO_DIR=tmp_path / "trackio", HF_HUB_OFFLINE=1, HOME=tmp_path)
     command = [sys.executable, str(JOB), json.dumps({"read": kind})]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -107,7 +107,7 @@ def plain(tmp_path_factory):
     return histograms(folder)[1]
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_histograms_are_those_of_one_device(name, plain, tmp_path):
     mesh, layout = LAYOUTS[name]
@@ -123,8 +123,8 @@ def linear(folder, layout="data_parallel", *, data=None, steps=1, **options):
     return fit(numbers(192) if data is None else data, steps=steps, layout=layout, **options)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("codec", ["exact", "int8", "sign"])
-@pytest.mark.sampled(2)
 def test_gradients_are_those_that_the_optimizer_gets(codec, tmp_path):
     result = linear(tmp_path, Layout(gradients=Gradients("all_reduce", codec=codec, allow_biased=codec == "sign")))
     (entries,) = histograms(tmp_path).values()
@@ -148,6 +148,7 @@ class WithEmpty(Line):
         self.empty = nnx.Param(jnp.zeros((0, WIDTH)))
 
 
+@pytest.mark.system
 def test_a_parameter_without_elements_has_an_empty_histogram(tmp_path):
     train(tmp_path, "data=8", model=lambda: WithEmpty(nnx.Rngs(0)), watch=1, steps=1)
     (entries,) = histograms(tmp_path).values()
@@ -155,6 +156,7 @@ def test_a_parameter_without_elements_has_an_empty_histogram(tmp_path):
     assert sum(entries["parameters/w"]["counts"]) == WIDTH**2
 
 
+@pytest.mark.system
 def test_numbers_that_are_not_finite_are_counted_separately(tmp_path):
     data = {"x": np.full((32, 8), 3e38, np.float32), "y": np.ones((32, 1), np.float32)}
     data["x"][:, 0], data["x"][:, 1] = 1.0, np.nan
@@ -238,6 +240,7 @@ def test_what_cannot_be_watched_is_refused(name, tmp_path):
         linear(tmp_path, steps=6, **{**options, "watch": options.get("watch", lambda: 2)()})
 
 
+@pytest.mark.system
 def test_parameters_of_local_workers_are_those_of_the_servers(tmp_path):
     result = linear(tmp_path, "diloco", watch=Watch(4, gradients=False), steps=4, optimizer=optax.sgd(0.1))
     assert equals_numpy(histograms(tmp_path)[4]["parameters/w"], result.trainer.rebuild(result.state).params["w"])

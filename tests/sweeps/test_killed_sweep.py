@@ -1,6 +1,5 @@
 """A sweep that is killed again and again, each time while it writes a checkpoint, ends in the same table when it is resumed."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import environment
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def sweep_in_process(*arguments, ends=0):
     """What it printed; `run` kills and reaps a process that takes too long."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).parent / "sweep_job.py"), *map(str, arguments)]
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
     assert job.returncode == ends, job.stderr[-3000:]
     return job.stdout
 

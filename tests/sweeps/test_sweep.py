@@ -16,6 +16,7 @@ from spmd.optimizers import skip_spikes
 from spmd.run.progress import NoProgress
 from spmd.sweeps.scheduler import SweepRunner
 from spmd.sweeps.vmapped_trials import VmappedTrials
+from tests.compare import assert_close, relative_difference
 
 
 def alone(kind, tried):
@@ -41,13 +42,14 @@ def test_a_trial_is_what_fit_trains_alone(kind):
     for tried in swept.trials[::3] if kind == "plain" else swept.trials[3:4]:
         single = alone(kind, tried)
         assert close(tried.result().state.params, single.state.params)
-        assert np.allclose(tried.history["loss"], single.history["loss"], rtol=1e-6)
+        assert relative_difference(tried.history["loss"], single.history["loss"]) <= 1e-6
         assert single.evaluate(labelled(50, 1)) == pytest.approx(
             {name.removeprefix("eval_"): value for name, value in tried.metrics.items()}, rel=1e-5
         )
     assert not close(swept.trials[0].result().state.params, swept.trials[1].result().state.params)
 
 
+@pytest.mark.system
 def test_abreast_they_are_equal_up_to_rounding():
     mesh = spmd.make_mesh("net=2", devices=jax.devices()[:2])
     exact, abreast = (sweep(keep=6, mesh=mesh, epochs=1, exact=exact) for exact in (True, False))
@@ -67,7 +69,7 @@ def test_what_runs_beside_a_trial_does_not_matter():
     ):
         assert [tried.values for tried in other.trials] == [tried.values for tried in uninterrupted.trials]
         for mine, its in zip(uninterrupted.trials, other.trials, strict=True):
-            assert mine.score == pytest.approx(its.score, rel=1e-6)
+            assert_close(mine.score, its.score)
         for number in some:
             assert close(wanted[number], other.trials[number].result().state.params)
 
@@ -81,6 +83,7 @@ def test_shapes_make_groups_and_floats_do_not():
     assert best.predict(labelled()["x"]).shape == (80, CLASSES)
 
 
+@pytest.mark.system
 def test_diverged_trial_is_reported_and_changes_no_other():
     rates = [1e-3, 1e38, 1e-2]
     swept = sweep(
@@ -104,6 +107,7 @@ def test_diverged_trial_is_reported_and_changes_no_other():
     assert [row["trial"] for row in swept.rows()][-1] == 1
 
 
+@pytest.mark.system
 def test_trial_that_skips_updates_diverges_where_fit_ends():
     data = labelled()
     data["x"][17] = np.nan  # in one step of each epoch
@@ -129,7 +133,7 @@ def test_halving_drops_the_worse_and_leaves_the_others_as_they_were():
     assert winner.ended == "done" and close(winner.result().state.params, uninterrupted.trials[winner.number].result().state.params)
     for tried in halved.trials:
         losses = uninterrupted.trials[tried.number].history["loss"]
-        assert np.allclose(tried.history["loss"], losses[: len(tried.history)], rtol=1e-6)
+        assert relative_difference(tried.history["loss"], losses[: len(tried.history)]) <= 1e-6
     first = {tried.number: tried.history.evaluations[0]["eval_loss"] for tried in halved.trials}
     kept = sorted(first, key=first.get)[:3]
     assert {tried.number for tried in halved.trials if len(tried.history) > 1} == set(kept)
@@ -176,6 +180,7 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
     )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGTERM, SystemExit), pytest.param(signal.SIGINT, KeyboardInterrupt, marks=pytest.mark.system)]
 )
@@ -231,6 +236,7 @@ def test_the_table_has_every_trial_the_best_first():
     assert swept.best[0].number == rows[0]["trial"]
 
 
+@pytest.mark.system
 def test_progress_ends_at_the_last_step(monkeypatch, tmp_path):
     """And counts the rows that were trained on: none where everything is restored."""
     seen, samples = [], []
@@ -239,9 +245,9 @@ def test_progress_ends_at_the_last_step(monkeypatch, tmp_path):
         def start(self, step, total):
             seen.append(total)
 
-        def update(self, step, epoch, metrics, rows):
+        def update(self, step, epoch, metrics, pace):
             seen.append(step)
-            samples.append(rows)
+            samples.append(pace.samples)
 
     monkeypatch.setattr("spmd.sweeps.api.make_progress", lambda wanted: Recorded())
     sweep(epochs=1, checkpoint=tmp_path)
@@ -262,6 +268,7 @@ def test_the_best_answer_together():
             swept.ensemble(top=top)
 
 
+@pytest.mark.system
 def test_the_largest_may_be_the_best():
     swept = sweep(score="eval_accuracy", mode="max", epochs=1)
     assert (
@@ -305,6 +312,7 @@ def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
     assert sweep(**more, resume=True).to_csv() == sweep(**{**more, "checkpoint": None}).to_csv()
 
 
+@pytest.mark.system
 def test_resumed_sweep_keeps_its_score(tmp_path):
     sweep(keep=1, checkpoint=tmp_path, epochs=1)
     for more in ({"eval_data": labelled(50, 2)}, {"keep": 2}):
@@ -312,6 +320,7 @@ def test_resumed_sweep_keeps_its_score(tmp_path):
             sweep(**{"keep": 1, "checkpoint": tmp_path, "epochs": 1, "resume": True, **more})
 
 
+@pytest.mark.system
 def test_a_layout_whose_codecs_have_no_memory_on_one_device_each(tmp_path):
     swept = sweep(layout=FEEDBACK, mesh="net=8", epochs=1, keep=1, checkpoint=tmp_path)
     assert swept.best[0].result().predict(labelled()["x"]).shape == (80, CLASSES)

@@ -126,12 +126,14 @@ def test_values_that_only_look_alike_have_programs_of_their_own(monkeypatch, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.system
 def test_shapes_that_depend_on_the_seed(monkeypatch):
     monkeypatch.setitem(MODELS, "plain", lambda seed: Net(4 + seed, seed))
     with pytest.raises(ModelError, match=r"with seed=2 \(trial 1\) make_model gives \S+ float32\[6, 3\], and float32\[5, 3\] with seed=1"):
         sweep(space={"learning_rate": [0.1], "seed": [1, 2]}, search="grid", trials=None)
 
 
+@pytest.mark.system
 def test_sweep_beyond_device_memory_is_refused_with_a_fix_that_fits(monkeypatch):
     more = {"trials": 4, "epochs": 1, "keep": 1, "eval_data": None, "mesh": spmd.make_mesh("net=2", devices=jax.devices()[:2])}
     state = 2 * 4 + 2 * 4 + 3 * 4 * ((FEATURES + 1) * 16 + 17 * CLASSES)  # step, count and key; each parameter, and Adam's two of it

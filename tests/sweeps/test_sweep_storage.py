@@ -95,6 +95,7 @@ def edited(file):
     file.write_bytes(raw[:at] + b"%d" % ((raw[at] - ord("0") + 1) % 10) + raw[at + 1 :])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("rung", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_finished_sweep_with_a_changed_digit_ends_in_the_same_table(tmp_path, caplog, rung):
     """In a rung whose trials begin with states that the end has cleared away, too."""

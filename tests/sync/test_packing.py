@@ -75,7 +75,8 @@ def make(shapes, placement, positions, servers):
 # packing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(11)  # 6 models: every model and every placement is among them
+@pytest.mark.sampled(quick=56, system=5)
+@pytest.mark.sampled(quick=11)  # 6 models: every model and every placement is among them
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -91,7 +92,7 @@ def test_unpack_inverts_pack_bit_for_bit(shapes, placement, positions, servers):
     assert all(rows.ndim == 2 and rows.shape[0] == positions for rows in jax.tree.leaves(stored))
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(quick=11, system=4)
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -114,7 +115,7 @@ def test_pack_stores_each_number_once_and_pads_with_zeros(shapes, placement, pos
     assert all(np.array_equal(bits_of(spoiled[path]), bits_of(leaf)) for path, leaf in flatten(params).items())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @every_model
 @every_count
 def test_sliced_placement_is_even(shapes, positions, servers):
@@ -128,7 +129,7 @@ def test_sliced_placement_is_even(shapes, positions, servers):
             assert np.array_equal(bits_of(rows)[server], np.pad(mine, (0, width - mine.size)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", UNSPLIT)
@@ -164,6 +165,7 @@ def test_pack_gradients_under_jit(placement):
     assert all(np.array_equal(bits_of(a), bits_of(b)) for a, b in zip(*map(jax.tree.leaves, (ones, wanted)), strict=True))
 
 
+@pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("axes, data", [({"data": 8}, ("data",)), ({"node": 2, "data": 4}, ("node", "data"))], ids=["one", "two"])
 @pytest.mark.parametrize("servers", [3, 8])
 @pytest.mark.parametrize("placement", PLACEMENTS)

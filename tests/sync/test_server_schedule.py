@@ -12,6 +12,7 @@ from spmd.wire.server.declaration import MODES, ParameterServer
 from spmd.wire.server.events import MAX_KEPT_ROUNDS, Events, rounds
 from spmd.wire.server.times import Times
 from spmd.wire.server.timing import Network, parse_staleness_scale
+from tests.compare import assert_close
 
 TIMES = ("constant", "exponential(1)", "lognormal(1.0, 0.3)")
 SENT = (1e6, 1e6)  # bytes; at 80Mb/s 0.1 seconds each way
@@ -90,6 +91,7 @@ def same(left, right):
 # every round, by what its words mean ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=3)
 @every_late
 def test_round_is_concurrent_and_staleness_equals_replay(words):
     workers, rounds = 6, simulate(6, 400, **words)
@@ -115,6 +117,7 @@ def test_round_is_concurrent_and_staleness_equals_replay(words):
     assert version > 100
 
 
+@pytest.mark.sampled(quick=3)
 @every_late
 def test_each_gradient_takes_next_time_of_its_worker(words):
     workers, rounds = 6, simulate(6, 400, **words)
@@ -136,6 +139,7 @@ def test_each_gradient_takes_next_time_of_its_worker(words):
     assert [r.end for r in rounds] == log.time[ends].tolist()
 
 
+@pytest.mark.sampled(quick=3)
 @every_late
 def test_worker_computes_exactly_after_reading(words):
     """One gradient for every read, but for `fetch_every`, where so many are of one read."""
@@ -151,6 +155,7 @@ def test_worker_computes_exactly_after_reading(words):
     assert len(set(log.worker)) == workers
 
 
+@pytest.mark.sampled(quick=3)
 @every_late
 def test_update_is_mean_of_scaled_gradients(words):
     workers, server = 6, declare(**words)
@@ -163,11 +168,12 @@ def test_update_is_mean_of_scaled_gradients(words):
         last = update[-1]
         assert len(update) == count and log.commit[last]
         # one rounding to float32
-        assert log.weight[update] == pytest.approx(alpha[update], rel=1e-6)
+        assert_close(log.weight[update], alpha[update])
     limit = server.max_staleness
     assert np.array_equal(log.applied, log.staleness <= limit if limit is not None else np.ones_like(log.applied))
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("words", [{"mode": "asynchronous"}, {"mode": "softsync", "splits": 2}], ids=lambda words: words["mode"])
 @pytest.mark.parametrize("scale", ["exp(3)", "exp(10)", "exp(50)", "power(30)", "power(1000)"])
 def test_tiny_rate_is_clamped(words, scale):
@@ -191,7 +197,7 @@ def is_conserved(log, workers):
     return log.staleness.sum() + (versions[-1] - np.array(read)).sum() == versions[-1] * (workers - 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("workers", [4, 8, 32])
 def test_mean_staleness_is_workers_minus_one(workers, times):
@@ -203,6 +209,7 @@ def test_mean_staleness_is_workers_minus_one(workers, times):
         assert log.staleness.max() > 1.5 * (workers - 1)  # and only the mean is so
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("splits", [1, 15, 30])
 def test_mean_staleness_of_softsync(splits):
     """n (1 - 1 / W); Zhang et al., arXiv:1511.05950, saw means close to 15 and 30."""
@@ -210,6 +217,7 @@ def test_mean_staleness_of_softsync(splits):
     assert is_conserved(log, 30)  # of one update for each 30 / n gradients: n (1 - 1 / 30) each
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("splits", [1, 15, 30])
 def test_softsync_staleness_is_at_most_twice_splits(splits):
     """Their learners were alike: 0 to 2 for n = 1, and above 2 n less than one in 10,000."""
@@ -227,6 +235,7 @@ def test_max_staleness_share_applied_with_equal_workers(workers, most):
         assert (this.staleness[this.applied] <= most).all() and (this.staleness[~this.applied] > most).all()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "most, share", [(0, 0.454), pytest.param(1, 0.599, marks=pytest.mark.slow), (2, 0.699), pytest.param(3, 0.767, marks=pytest.mark.slow)]
 )
@@ -249,7 +258,7 @@ def test_applied_plus_dropped_is_arrived():
         assert arrived == this.present.sum() == counts["gradients_applied"] + counts["gradients_dropped"]
         assert counts["gradients_applied"] == this.applied.sum() and counts["updates"] == this.commit.sum()
         assert events.metrics(step)["simulated_seconds"] == this.end
-        assert counts["staleness"] == pytest.approx(this.staleness[:arrived].mean(), rel=1e-6)  # float32
+        assert_close(counts["staleness"], this.staleness[:arrived].mean())  # float32
 
 
 def test_idle_share_is_over_all_workers_and_time():
@@ -313,6 +322,7 @@ def descend(tau, step, number=10000, scale="none"):
     return max(made[-100:])
 
 
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("tau", [0, 1, 2, 4, 8, 16])
 def test_delayed_descent_is_stable_up_to_its_limit(tau):
     """Of w <- w - x w_tau: 0 < x < 2 sin(pi / (2 (2 tau + 1))). Beside it |w| is multiplied by at most 1 - 0.0008 each update."""
@@ -322,6 +332,7 @@ def test_delayed_descent_is_stable_up_to_its_limit(tau):
     assert descend(tau, 1.02 * limit) > 100
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("step", [0.2, 0.5, 0.9, 0.98])
 @pytest.mark.parametrize("tau", [1, 4, 16])
 def test_inverse_scaling_is_stable_at_every_staleness(tau, step):
@@ -333,6 +344,7 @@ def test_inverse_scaling_is_stable_at_every_staleness(tau, step):
 # synchronous ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kept, spares, seconds", [(96, 0, 5.147), (96, 4, 3.104), (90, 10, 2.258)])
 def test_step_time_with_spares_is_order_statistic(kept, spares, seconds):
     def harmonic(n):
@@ -386,6 +398,7 @@ def test_synchronous_step_includes_network_time():
 # bounded -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("times", [*TIMES, (1.0, 1.1, 5.0, 0.2)], ids=str)
 def test_bounded_reader_is_within_bound(times, bound):
@@ -406,6 +419,7 @@ def test_zero_bound_is_lockstep(times):
         assert len(set(this.began)) == 1
 
 
+@pytest.mark.system
 def test_time_falls_as_bound_grows():
     """By the same times: a worker that waits for less is never later."""
     ends = [arrivals(simulate(4, 4000, mode="bounded", bound=bound)).time[3999] for bound in (0, 1, 3, 100)]
@@ -467,6 +481,7 @@ def test_synchronous_warmup_uses_first_worker(spares):
 SLOW = {"bandwidth": "80Mb/s", "latency": "50ms"}  # 0.1 s for each gradient, so that 8 workers of about 1 s use most of the link
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}], ids=str)
 @pytest.mark.parametrize("times", TIMES)
 def test_gradients_queue_for_network(times, network):
@@ -481,6 +496,7 @@ def test_gradients_queue_for_network(times, network):
     assert (far.time - far.began).min() >= send + latency
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}, {"latency": "50us"}], ids=str)
 def test_mean_staleness_with_network_is_workers_minus_one(network):
     log = arrivals(simulate(8, 2500, mode="asynchronous", network=network))
@@ -531,7 +547,7 @@ def test_drawn_times_follow_distribution():
     assert Times("constant(4)", 3, 0).of(2, 9) == 4 and Times("constant", 3, 0).of(0, 9999) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["softsync_3"]], ids=str)
 def test_rounds_do_not_depend_on_query_order(words):
     wanted = simulate(6, 5001, **words)

@@ -16,10 +16,10 @@ from spmd.errors import LayoutError
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.train.compiled_step import prepare_program
 from spmd.train.model_setup import PlacedModel, TrainConfig
+from tests.compare import assert_close
 from tests.train.test_layer_gather import (
     WIDTH,
     Net as StackNet,
-    assert_close,
     batch,
     check_residual,
     gathered_by_layer,
@@ -120,7 +120,7 @@ class Detached(Net):
         return self.out(x) + 0 * jax.lax.stop_gradient(self.blocks[3](y)).sum(-1, keepdims=True)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_gathered_one_by_one_train_as_on_one_device(case):
     options = {"net": lambda: Net()} | CASES[case]
@@ -160,9 +160,10 @@ def test_evaluation_gathers_block_by_block(rows):
     metrics = {"error": lambda m, b: jnp.abs(m(b["x"]) - b["y"]).mean(-1)}
     layer, full = (trainer_of(sharded(gather), net=lambda: Net(normed=True), metrics=metrics) for gather in ("layer", "full"))
     ours, theirs = (trainer.evaluate(trainer.init(), batch(rows=rows), batch_size=8) for trainer in (layer, full))
-    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert_close(ours, theirs)
 
 
+@pytest.mark.system
 def test_each_block_is_gathered_twice_and_reduced_once():
     trainer = trainer_of(sharded("layer", codec="bfloat16", weights="bfloat16"), net=lambda: Net())
     trainer.step(trainer.init(), batch())
@@ -198,7 +199,7 @@ class CountingNet(Net):
         self.blocks = nnx.List([Counting(nnx.Rngs(0)) for _ in range(4)])
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -240,6 +241,7 @@ def refused(net, loss=loss, **declared):
     return error.value
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("options", "where", "why"),
     [
@@ -262,6 +264,7 @@ def test_one_cause_is_one_problem_of_a_list_of_blocks_or_a_stack(options, where,
     assert problem.where == where and problem.why[0].startswith(why) and problem.fix == 'gather = "auto".'
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(("own", "without", "path"), [(Checkpointed, Net, KERNEL), (LinenCheckpointed, LinenNet, "layers_1/down/kernel")])
 def test_blocks_that_the_model_recomputes_itself_are_gathered_once_the_layout_names_them(own, without, path):
     (problem,) = refused(lambda: own()).problems
@@ -281,7 +284,7 @@ class NoBlocks(nnx.Module):
 NOTHING = "the loss calls no stack of layers and no list of equal blocks that is sharded over data"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(
     ("net", "replicated", "mesh", "why"),
     [
@@ -311,6 +314,7 @@ BLOCKS = [  # the memory of a device, the least bytes of a block, whether blocks
 ]
 
 
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(("memory", "least", "one_by_one", "why"), BLOCKS)
 def test_fit_and_plans_decide_alike_how_blocks_are_gathered(memory, least, one_by_one, why, monkeypatch):
     monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", least)
@@ -325,6 +329,7 @@ def test_fit_and_plans_decide_alike_how_blocks_are_gathered(memory, least, one_b
     assert trained.notes == planned.notes == expected
 
 
+@pytest.mark.system
 def test_stacks_are_gathered_by_layer_on_devices_that_say_how_much_memory_they_have(monkeypatch):
     assert not gathered_by_layer(trainer_of(sharded("auto"), net=lambda: StackNet()))
     has_memory(monkeypatch, 10**9)
@@ -333,6 +338,7 @@ def test_stacks_are_gathered_by_layer_on_devices_that_say_how_much_memory_they_h
     assert any("parameters of stacks" in note and note.endswith("are gathered one layer at a time.") for note in trainer.notes())
 
 
+@pytest.mark.system
 def test_calls_in_an_order_that_changes_are_an_error():
     order = [0, 1, 2, 3]
     trainer = trainer_of(sharded("layer"), net=lambda: Net(order=order), loss=reordered(order))

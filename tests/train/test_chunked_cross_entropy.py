@@ -18,6 +18,7 @@ from spmd.jaxpr import equations
 from spmd.losses import cross_entropy_from_features
 from spmd.planner.hlo import arrays_of
 from spmd.tree import flatten
+from tests.compare import assert_close
 
 ROWS, LENGTH, WIDTH, VOCAB = 4, 9, 8, 37  # 36 tokens
 CLASSES = 96  # of the model that is trained
@@ -41,12 +42,6 @@ def arrays(dtype=jnp.float32):
     return features, head, bias, jnp.asarray(rng.integers(0, VOCAB, (ROWS, LENGTH)))
 
 
-def close(ours, theirs, tolerance):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(np.abs(b).max(), 1e-30))
-
-
 CASES = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},
@@ -56,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=25, system=3)
 @pytest.mark.parametrize("chunk", [1, 7, 18, 36, 1000])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_plain_loss(case, chunk):
@@ -73,10 +68,11 @@ def test_equals_the_plain_loss(case, chunk):
         return total / count
 
     given = (features, head, bias, weights)
-    close(jax.jit(ours)(*given), theirs(*given), 1e-6)
-    close(*(jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(*given) for f in (ours, theirs)), 1e-5)
+    assert_close(jax.jit(ours)(*given), theirs(*given), 1e-6)
+    assert_close(*(jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(*given) for f in (ours, theirs)), 1e-5)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("dim", [0, 1])
 def test_head_may_be_a_table_of_embeddings(dim):
     features, head, _, labels = arrays()
@@ -88,9 +84,10 @@ def test_head_may_be_a_table_of_embeddings(dim):
     d_features, d_head = jax.grad(loss, argnums=(0, 1))(features, turned)
     wanted = jax.grad(lambda f, h: plain(f, h, labels)[0], argnums=(0, 1))(features, head)
     assert d_head.shape == turned.shape
-    close((d_features, d_head if dim == 1 else d_head.T), wanted, 1e-5)
+    assert_close((d_features, d_head if dim == 1 else d_head.T), wanted, 1e-5)
 
 
+@pytest.mark.system
 def test_bfloat16_is_summed_in_float32():
     features, head, bias, labels = arrays(jnp.bfloat16)
 
@@ -101,13 +98,14 @@ def test_bfloat16_is_summed_in_float32():
     value, gradients = run(features, head)
     exact, wanted = jax.value_and_grad(lambda *given: loss(plain, *given), argnums=(0, 1))(features, head)
     assert value.dtype == jnp.float32 and all(g.dtype == jnp.bfloat16 for g in gradients)
-    close(value, exact, 1e-6)  # products of bfloat16 numbers are exact in float32
-    close(gradients, wanted, 2.0**-7)  # softmax and result are rounded to 8 bits each
+    assert_close(value, exact, 1e-6)  # products of bfloat16 numbers are exact in float32
+    assert_close(gradients, wanted, 2.0**-7)  # softmax and result are rounded to 8 bits each
     dots = [e for e in equations(jax.make_jaxpr(run)(features, head).jaxpr) if e.primitive.name == "dot_general"]
     assert dots and {v.aval.dtype for e in dots for v in e.invars} == {jnp.dtype("bfloat16")}
     assert {v.aval.dtype for e in dots for v in e.outvars} == {jnp.dtype("float32")}
 
 
+@pytest.mark.system
 def test_labels_that_do_not_count_may_be_anything():
     features, head, _, labels = arrays()
     counted = labels % 3 > 0
@@ -115,12 +113,12 @@ def test_labels_that_do_not_count_may_be_anything():
     value, gradient = run(features.at[0, 0].set(features[0, 1]), jnp.where(counted, labels, -100))
     wanted = run(features.at[0, 0].set(features[0, 1]), labels)
     assert np.isfinite(value) and not np.asarray(gradient[~counted]).any()
-    close((value, gradient), wanted, 0.0)
+    assert_close((value, gradient), wanted, 0.0)
     for wrong in (-1, VOCAB):
         assert np.isnan(cross_entropy_from_features(features, head, labels.at[1, 1].set(wrong), chunk=5)[0])
     small = labels.astype(jnp.int8)  # fewer values than a large vocabulary has classes
     wide = jnp.tile(head, (1, 10))
-    close(cross_entropy_from_features(features, wide, small), cross_entropy_from_features(features, wide, labels), 0.0)
+    assert_close(cross_entropy_from_features(features, wide, small), cross_entropy_from_features(features, wide, labels), 0.0)
 
 
 def largest(function, *given):
@@ -231,7 +229,7 @@ LAYOUTS = {
 QUICK = ("by the compiler", "fsdp by layer", "accumulation", "tensor parallel", "sequences", "1f1b pipeline", "everything")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in LAYOUTS])
 def test_trains_as_the_plain_loss_on_one_device(case, tied):
@@ -240,14 +238,14 @@ def test_trains_as_the_plain_loss_on_one_device(case, tied):
         REFERENCE[tied] = train(from_logits, tied, layout="data_parallel", mesh=mesh)[1:]
     trainer, losses, params = train(from_features, tied, **LAYOUTS[case])
     wanted_losses, wanted = REFERENCE[tied]
-    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
-    for path, leaf in params.items():
-        np.testing.assert_allclose(leaf, wanted[path], rtol=1e-5, atol=1e-5 * np.abs(wanted[path]).max(), err_msg=path)
+    assert_close(losses, wanted_losses, 1e-5)
+    assert_close(params, wanted, 1e-5)
     program = trainer.prepare(batches(1)[0])[0]
     assert not program.comparison.needed  # a mean over tokens, known without running the first batch twice
     assert len(trainer.mesh.devices.flat) == 8
 
 
+@pytest.mark.system
 def test_head_is_gathered_once_over_the_workers_and_never_over_the_model_axis():
     """In the compiled program: no chunk gathers the head, and no device holds its classes of other devices."""
     layout = spmd.Layout.load("fsdp_tensor_parallel")

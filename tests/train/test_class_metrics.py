@@ -8,6 +8,7 @@ import pytest
 
 import spmd
 from spmd.errors import LossError, OptionError
+from tests.compare import assert_close
 
 CLASSES = 5
 METRICS = {
@@ -36,6 +37,7 @@ def model():
     return spmd.FunctionalModel(lambda key: {"w": jnp.asarray(start)}, lambda params, x: x @ params["w"])
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("mesh", "layout"), [("data=1", "data_parallel"), ("data=8", "data_parallel"), ("data=8", "fsdp")])
 def test_evaluation_is_that_of_all_rows_at_once(mesh, layout, caplog):
     devices = jax.devices()[: int(mesh.partition("=")[2])]
@@ -50,14 +52,15 @@ def test_evaluation_is_that_of_all_rows_at_once(mesh, layout, caplog):
     state, rows = trainer.init(), data(203)  # the last batch is short, and padded
     found = trainer.evaluate(state, rows, batch_size=64)
     right = expected(rows["x"] @ np.asarray(jax.device_get(state.params)["w"]), rows["y"])
-    assert {name: found[name] for name in right} == pytest.approx(right, rel=1e-6)
+    assert_close({name: found[name] for name in right}, right)
     assert not caplog.text  # no warning that one is no mean over rows
     batch = data(64)
     right = expected(batch["x"] @ np.asarray(jax.device_get(state.params)["w"]), batch["y"])
     _, measured = trainer.step(state, batch)
-    assert {name: measured[name] for name in right} == pytest.approx(right, rel=1e-6)
+    assert_close({name: measured[name] for name in right}, right)
 
 
+@pytest.mark.system
 def test_masked_positions_count_nothing():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(4, 6, CLASSES)), jnp.float32)
     targets, mask = np.random.default_rng(3).integers(0, CLASSES, (4, 6)), np.arange(24).reshape(4, 6) % 3 > 0
@@ -65,7 +68,7 @@ def test_masked_positions_count_nothing():
     right = expected(np.asarray(logits)[mask], targets[mask])
     for name, metric in METRICS.items():
         total, count = metric.on(mask="mask")(lambda x: x, batch)
-        assert float(total / count) == pytest.approx(right[name], rel=1e-6)
+        assert_close(float(total / count), right[name])
         total = metric(lambda x: x, batch)  # one value, or two counts, of each row
         assert [value.shape for value in (total if isinstance(total, tuple) else [total])] in ([(4,)], [(4,), (4,)])
 
@@ -85,6 +88,7 @@ def test_one_logit_is_positive_above_zero():
     assert [value.tolist() for value in spmd.metrics.recall(0).function(outputs, targets)] == [[0, 0, 0, 1], [0, 1, 0, 1]]
 
 
+@pytest.mark.system
 def test_equal_logits_count_for_the_target_and_unknown_targets_never():
     assert spmd.metrics.top_k(1).function(jnp.zeros((3, 4)), jnp.array([0, 3, -1])).tolist() == [1.0, 1.0, 0.0]
     diverged = jnp.array([[jnp.nan, 1.0, 0.0], [jnp.nan, jnp.nan, jnp.nan]])

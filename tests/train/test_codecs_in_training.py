@@ -121,7 +121,7 @@ WITH = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.system
 @pytest.mark.parametrize("mesh", [pytest.param("data=8", marks=pytest.mark.slow), "data=4,model=2"])
 @pytest.mark.parametrize("options", WITH.values(), ids=WITH.keys())
 def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
@@ -135,7 +135,7 @@ def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
     assert ours[1:] != exact[1:]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"precision": "bfloat16"}], ids=["plain", "accumulation", "bfloat16"])
 def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(options, mesh):
@@ -161,7 +161,7 @@ def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(o
         assert far(seen["int8"][path]) > 1e-4 or not path.endswith("kernel")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["clipping and momentum", "adamw"])
 def test_optimizer_gets_the_decoded_mean_gradient(name):
     """One step by hand on the gradients that were captured equals one step of the trainer, on a mesh that shards them."""
@@ -194,6 +194,7 @@ def test_reduce_scatter_computes_the_same_mean_as_all_reduce():
         assert (scattered != reduced).mean() > 0.5
 
 
+@pytest.mark.system
 def test_each_worker_keeps_its_own_residual_on_its_own_device():
     state, _ = train(trainer_of(layout("int8", error_feedback=True, params=TENSOR_PARALLEL), "data=4,model=2"), 2)
     residual = state.exchange["hidden/kernel"]["residual"]
@@ -231,6 +232,7 @@ def test_one_worker_exchanges_nothing_and_a_note_says_so():
         _ = trainer.wire
 
 
+@pytest.mark.system
 def test_weights_sent_as_bfloat16_are_kept_as_float32():
     """A step so small that bfloat16 would lose it is not lost: only what is sent is rounded."""
     fsdp = spmd.Layout.load("fsdp_bf16")
@@ -241,6 +243,7 @@ def test_weights_sent_as_bfloat16_are_kept_as_float32():
     assert trainer.evaluate(state, data(), batch_size=ROWS)["loss"] > 0
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("weights", ["exact", "bfloat16"])
 def test_zero1_spreads_its_updates(weights):
     """Exactly: as a plain all-reduce, but for a rounding more (the update is rounded before it is added); as bfloat16: close."""
@@ -254,6 +257,7 @@ def test_zero1_spreads_its_updates(weights):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
+@pytest.mark.system
 def test_a_step_with_a_nan_costs_that_step_and_no_more():
     """The optimizer skips it; a residual that had taken the NaN up would spoil every step after."""
     for chosen in (layout("int8", error_feedback=True), layout("power_sgd", {"rank": 1, "min_compression": 1}, error_feedback=True)):
@@ -275,6 +279,7 @@ SKIPPING = {
 }
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("codec, options", [("top_k", {"keep": 0.1}), ("power_sgd", {"rank": 1, "min_compression": 1})])
 @pytest.mark.parametrize("skipping", SKIPPING)
 def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skipping, codec, options):
@@ -307,6 +312,7 @@ def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skippin
         assert [np.array_equal(before[path], after[path]) for path in watched] == [number == 2] * len(watched)
 
 
+@pytest.mark.system
 def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():
     """Gradients are sent together and encoded separately: buckets change no number."""
 
@@ -345,6 +351,7 @@ def test_a_metric_may_not_take_the_name_of_one_of_the_steps_own():
         spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optax.sgd(0.1)).prepare(data())
 
 
+@pytest.mark.system
 def test_wire_bytes_is_known_without_waiting_and_the_state_can_be_released():
     trainer = trainer_of(layout("int8"))
     _, metrics = trainer.step(trainer.init(), data())
@@ -364,7 +371,7 @@ def fit(chosen, path=None, mesh="data=8", **options):
 POWER = ("power_sgd", {"rank": 1, "min_compression": 1})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("codec", [("int8", {}), POWER], ids=["int8", "power_sgd"])
 def test_stopped_and_resumed_is_never_stopped(codec, tmp_path):
     """Residuals and what the codec remembers are state: bit for bit."""
@@ -390,6 +397,7 @@ def test_residuals_for_another_number_of_workers_keep_their_mean(before, now):
         np.testing.assert_allclose(np.asarray(resplit)[0], np.asarray(residual)[: before // now].mean(0), atol=1e-6)
 
 
+@pytest.mark.system
 def test_resume_over_fewer_workers_keeps_residuals(tmp_path):
     chosen = layout("int8", error_feedback=True)
     first = fit(chosen, tmp_path, steps=3)
@@ -406,6 +414,7 @@ def test_resume_over_fewer_workers_keeps_residuals(tmp_path):
     assert int(rest.state.step) == 6
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "then, now, notes",
     [
@@ -450,6 +459,7 @@ def test_a_model_that_does_not_fit_is_still_refused(tmp_path):
         fit(layout("int8", error_feedback=True), tmp_path, steps=3, resume=True, optimizer=optax.sgd(0.2))
 
 
+@pytest.mark.system
 def test_many_steps_in_one_call_carry_the_residuals():
     chosen = layout("int8", error_feedback=True)
     options = {

@@ -47,6 +47,7 @@ def expected():
     return losses(lambda: Net(nnx.Rngs(0)), layout="fsdp")
 
 
+@pytest.mark.system
 @TYPES
 def test_a_model_made_under_the_mesh_trains_as_any(expected, types):
     with jax.set_mesh(a_mesh(types)):
@@ -56,6 +57,7 @@ def test_a_model_made_under_the_mesh_trains_as_any(expected, types):
         assert jax.sharding.get_mesh().axis_types == (types,)  # as it was
 
 
+@pytest.mark.sampled(quick=2)
 @TYPES
 def test_an_own_loop(expected, types):
     with jax.set_mesh(a_mesh(types)):
@@ -96,6 +98,7 @@ def test_an_error_leaves_the_mesh_set():
         assert jax.sharding.get_mesh().axis_names == ("data",)
 
 
+@pytest.mark.system
 def test_a_sweep_has_axes_of_its_own():
     with jax.set_mesh(a_mesh(AxisType.Explicit)):
         found = spmd.sweep(
@@ -105,6 +108,7 @@ def test_a_sweep_has_axes_of_its_own():
     assert len(found.trials) == 2
 
 
+@pytest.mark.system
 @TYPES
 def test_an_ensemble(types):
     one, two = (spmd.fit(lambda seed=seed: Net(nnx.Rngs(seed)), DATA, batch_size=16, steps=1, **OPTIONS) for seed in (0, 1))
@@ -113,6 +117,7 @@ def test_an_ensemble(types):
         np.testing.assert_array_equal(spmd.Ensemble([one, two]).predict(ROWS), outside)
 
 
+@pytest.mark.system
 def test_changes_of_a_plan():
     batch = {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "label": jax.ShapeDtypeStruct((16,), "int32")}
     plan = spmd.plan(lambda: Net(nnx.Rngs(0)), batch, target="8xcpu", **OPTIONS)
@@ -147,6 +152,7 @@ CLOSED = {  # arguments that use an array of ten numbers, and what an error call
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("make", "named"), CLOSED.values(), ids=CLOSED)
 def test_arrays_with_explicit_axes_are_named(make, named):
     """And the fix of the error works."""
@@ -167,6 +173,7 @@ def test_arrays_with_explicit_axes_are_named(make, named):
     fit(make(jnp.asarray(np.asarray(table))))
 
 
+@pytest.mark.system
 def test_other_errors_are_as_they_are():
     with jax.set_mesh(a_mesh(AxisType.Explicit)):
         table = jnp.linspace(0.1, 0.2, 10)

@@ -119,7 +119,7 @@ def only_head(optimizer):
     return optax.multi_transform({"head": optimizer, "rest": optax.set_to_zero()}, labels)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "parameter server"])
 def test_included_parameters_train_as_with_multi_transform(name):
     trainer, everything = trainer_of(name, HEAD), trainer_of(name, optimizer=only_head(optax.adam(1e-2)))
@@ -153,7 +153,7 @@ STACKS_AND_LISTS = [(name, False) for name in FLOAT_LAYOUTS]
 STACKS_AND_LISTS += [(name, True) for name in FLOAT_LAYOUTS if not LAYOUTS[name]["layout"].pipeline.axis]  # a pipeline is made of a stack
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(quick=45, system=4)
 @pytest.mark.parametrize("kept", [None, "int8", "nf4"])
 @pytest.mark.parametrize(("name", "blocks"), STACKS_AND_LISTS)
 def test_adapters_train_alike_under_every_layout(name, kept, blocks):
@@ -166,7 +166,7 @@ def test_adapters_train_alike_under_every_layout(name, kept, blocks):
         np.testing.assert_allclose(ours[path], theirs[path], rtol=0, atol=1e-4, err_msg=path)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.system
 @pytest.mark.parametrize("kept", ["int8", "nf4"])
 def test_quantized_weights_compute_with_their_values(kept):
     trainer = trainer_of("fsdp", Train(frozen=kept, block=4), ADAPTERS)
@@ -183,6 +183,7 @@ def test_quantized_weights_compute_with_their_values(kept):
     assert trainer.evaluate(state, batch())["loss"] == pytest.approx(exact.evaluate(reference, batch())["loss"], abs=1e-6)
 
 
+@pytest.mark.system
 def test_merged_weights_compute_what_adapters_do():
     trainer = trainer_of("fsdp", Train(), ADAPTERS)
     state, _ = train(trainer, 5)
@@ -194,6 +195,7 @@ def test_merged_weights_compute_what_adapters_do():
     assert np.abs(adapted(x) - made()(x)).max() > 1e-3  # a thousand times what merged weights may differ by: adapters do something
 
 
+@pytest.mark.system
 def test_given_module_stays_as_it_is():
     model = made()
     before = arrays(nnx.to_pure_dict(nnx.state(model)))
@@ -215,6 +217,7 @@ def test_handed_over_weights_are_not_copied():
         model(batch()["x"])
 
 
+@pytest.mark.system
 def test_adapters_follow_the_seed():
     first, same, other = (trainer_of("one device", Train(), ADAPTERS, seed=seed).init().params for seed in (1, 1, 2))
     assert_equal(arrays(first), arrays(same))
@@ -228,6 +231,7 @@ def reduced_bytes(program):
     return 4 * sum(int(np.prod([int(dim) for dim in dims.split(",") if dim] or [1])) for dims in arrays)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["fsdp", "fsdp, gathered in full", "tensor parallel"])
 def test_only_trained_parameters_have_gradients_moments_and_bytes_on_the_wire(name):
     trainer = trainer_of(name, HEAD)
@@ -297,6 +301,7 @@ def test_workers_that_train_adapters_alone_send_nothing_else(kept, blocks):
     assert sent == [0, 2 * adapters, 0, 2 * adapters]  # there and back
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["one device", "fsdp"])
 def test_memory_is_that_of_codes_and_one_layer(name):
     width = 256
@@ -316,6 +321,7 @@ def test_memory_is_that_of_codes_and_one_layer(name):
     assert memory(None)[0] > LAYERS / shards
 
 
+@pytest.mark.system
 def test_gradients_of_a_list_of_blocks_do_without_frozen_ones():
     trainer = trainer_of("fsdp", Train(), ADAPTERS, model=lambda: Net(blocks=True))
     program, _ = trainer.prepare(batch())
@@ -327,7 +333,7 @@ def test_gradients_of_a_list_of_blocks_do_without_frozen_ones():
         np.testing.assert_allclose(ours[path], theirs[path], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "bfloat16", "accumulate": 2}])
 def test_accumulation_and_precision(options):
     how = {"train": Train(frozen="bfloat16" if "precision" in options else "int8", block=64), "adapters": ADAPTERS}
@@ -366,6 +372,7 @@ def test_plan_has_a_line_for_frozen_parameters():
     )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kept", [None, "int8"])
 def test_exported_model_computes_the_same(kept, tmp_path):
     trainer = trainer_of("fsdp", Train(frozen=kept, block=4 if kept else 64), ADAPTERS)

@@ -43,7 +43,7 @@ def equals_numpy(histogram, x):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(quick=14)
 def test_counts_equal_those_of_numpy(name, dtype):
     with np.errstate(over="ignore"):
         x = jnp.asarray(np.asarray(VALUES[name], np.float32)).astype(dtype)
@@ -58,6 +58,7 @@ def test_width_is_as_fine_as_64_bins_allow():
     assert BINS // 2 <= len(histogram.counts) and np.log2(histogram.width) % 1 == 0 and histogram.low % histogram.width == 0
 
 
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("spec", [(), ("data",), (None, "data", "model"), ("model", None, "data"), (("data", "model"),)], ids=str)
 def test_layers_of_a_sharded_stack_are_counted_where_they_are(spec):
     mesh = spmd.make_mesh("data=4,model=2")

@@ -64,7 +64,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.system
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_moments_on_the_host_train_to_the_same_bits(name):
     mesh = {"tensor_parallel": "data=4,model=2", "hierarchical_int8": None}.get(name, "data=8")
@@ -113,6 +113,7 @@ def test_devices_without_host_memory_are_refused(monkeypatch, golden):
     golden("memory_of_the_host_is_missing", str(caught.value))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["diloco", "parameter_server_async"])
 def test_reductions_that_update_on_workers_are_refused(name, golden):
     with pytest.raises(LayoutError) as caught:

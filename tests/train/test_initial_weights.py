@@ -63,7 +63,7 @@ def kinds(*fast):
     return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("kind", kinds("linen", "functional"))
 def test_fit_starts_from_the_model_of_a_result(kind):
     """A rate of 0 leaves the weights as they were given; another seed would have drawn others."""
@@ -75,6 +75,7 @@ def test_fit_starts_from_the_model_of_a_result(kind):
     assert int(again.state.step) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("data_parallel", marks=pytest.mark.slow)])
 def test_training_given_linen_weights_equals_the_uninterrupted_run(layout):
     """Batch statistics are given too: without momentum nothing else carries over from step to step."""
@@ -84,6 +85,7 @@ def test_training_given_linen_weights_equals_the_uninterrupted_run(layout):
     assert same(rest.state.params, uninterrupted.state.params) and same(rest.state.stats, uninterrupted.state.stats)
 
 
+@pytest.mark.system
 def test_linen_module_bound_to_numpy_arrays():
     module = Linen()
     variables = jax.tree.map(np.asarray, module.init(jax.random.key(3), X))
@@ -168,6 +170,7 @@ def test_restore_of_params_under_another_optimizer(kind, tmp_path):
     assert int(fit(other.rebuild(state), steps=1).state.step) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "saved_layout, layout",
     [
@@ -184,6 +187,7 @@ def test_restore_of_params_under_another_layout(saved_layout, layout, tmp_path):
     assert same(nnx.to_pure_dict(nnx.state(restored)), nnx.to_pure_dict(nnx.state(saved.model)))
 
 
+@pytest.mark.system
 def test_restore_of_params_of_another_model_is_a_table(tmp_path):
     fit(MODELS["nnx"](), checkpoint=tmp_path)
 
@@ -196,6 +200,7 @@ def test_restore_of_params_of_another_model_is_a_table(tmp_path):
     assert "opt/" not in str(raised.value) and "stats/norm/mean" in str(raised.value)
 
 
+@pytest.mark.system
 def test_restore_of_another_model_does_not_offer_its_params(tmp_path):
     fit(MODELS["nnx"](), checkpoint=tmp_path)
     with pytest.raises(CheckpointError) as raised:

@@ -16,6 +16,7 @@ import spmd
 from spmd.errors import CheckpointError
 from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.tree import flatten
+from tests.compare import assert_close
 from tests.train.served import ALL_REDUCE, MOMENTUM, ROWS, data, far, served, train, trainer_of
 
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)
@@ -127,14 +128,10 @@ def diloco_by_hand(optimizer, start, workers, steps, *, every, fragments, rate, 
     return run
 
 
-def close(left, right, most=1e-6):
-    worst = max(np.abs(np.asarray(left[path]) - np.asarray(right[path])).max() for path in left)
-    assert worst < most, worst
-
-
 # DiLoCo --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("optimizer", [pytest.param(SGD, marks=pytest.mark.slow), MOMENTUM], ids=["sgd", "momentum"])
 def test_sync_at_every_step_with_a_plain_outer_optimizer_is_synchronous(optimizer):
     """z - mean(z - w) is the mean of w, and of linear updates of one w the mean is the update of the mean gradient."""
@@ -166,8 +163,9 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(server):
     options |= {key: server[key] for key in ("every", "overlap", "mix") if key in server}
     start = trainer.rebuild(trainer.init()).params
     wanted = diloco_by_hand(ADAMW, start, workers, steps, fragments=trainer._placed.exchange.fragments, **options)
-    close(weights(trainer, state), flatten(wanted.z), 2e-6)
-    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in wanted.local])}, 2e-6)
+    assert_close(weights(trainer, state), flatten(wanted.z), 2e-6)
+    locals_by_hand = {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in wanted.local])}
+    assert_close(owns(trainer, state), locals_by_hand, 2e-6)
     moved = max(np.abs(leaf - flatten(start)[path]).max() for path, leaf in weights(trainer, state).items())
     assert moved > 1e-2, "and it went somewhere"
 
@@ -183,6 +181,7 @@ def test_after_a_sync_all_workers_have_the_same_bits():
         assert {shard.data.shape[0] for shard in entry[OUTER].addressable_shards} == {1}
 
 
+@pytest.mark.system
 def test_each_fragment_of_a_streaming_run_is_diloco_of_that_fragment_to_the_last_bit():
     """A loss that is a sum, one for each of two parameters: they share nothing but the time of synchronization."""
 
@@ -254,8 +253,8 @@ def test_an_elastic_run_is_what_a_plain_loop_makes_of_it():
             wanted.local = [jax.tree.map(jnp.subtract, local, way) for local, way in zip(wanted.local, ways, strict=True)]
             wanted.z = jax.tree.map(lambda z, *parts: z + sum(parts), wanted.z, *ways)
     state = ran(trainer, steps)
-    close(weights(trainer, state), flatten(wanted.z))
-    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in wanted.local])})
+    assert_close(weights(trainer, state), flatten(wanted.z))
+    assert_close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in wanted.local])})
 
 
 @pytest.mark.slow
@@ -266,12 +265,13 @@ def test_workers_with_moving_rate_0_train_independently():
     alone = ByHand(MOMENTUM, trainer.rebuild(trainer.init()).params, 8)
     for batch in batches(4):
         alone.step(batch)
-    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in alone.local])})
+    assert_close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in alone.local])})
 
 
 # what they send, and what is kept ------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_bytes_are_those_of_periodic_syncs():
     """On average all parameters once in `every` steps, there and back; at most the largest fragment at once."""
     row = 28  # 7/8 of what 8 workers hold of one number, float32
@@ -340,6 +340,7 @@ def test_what_is_on_its_way_is_not_forgotten(tmp_path):
         spmd.fit(model, rows, layout=served(mode="local", every=4), steps=8, checkpoint=folder, resume=True, **options)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mode", [{"mode": "local", "every": 4}, {}], ids=["local", "synchronous"])
 def test_what_was_never_sent_is_not_taken_back(mode, tmp_path):
     options = {"loss": spmd.losses.cross_entropy, "optimizer": SGD, "mesh": "data=8", "batch_size": 32, "progress": False}
@@ -360,7 +361,7 @@ class Normed(nnx.Module):
 ALONE = {"asynchronous": {"compute_time": (1.0, 99.0, 99.0, 99.0)}, "local": {"every": 9}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("mode", ALONE)
 def test_batch_statistics_are_of_a_worker_s_own_rows(mode):
     """Four workers, of whom the first alone trains on these rows, beside plain training on its rows."""
@@ -388,9 +389,9 @@ def test_batch_statistics_are_of_a_worker_s_own_rows(mode):
             path: np.asarray(leaf)[None] for path, leaf in flatten(nnx.to_pure_dict(nnx.state(served_by.rebuild(state), nnx.Param))).items()
         }
     )
-    close({path: leaf[0] for path, leaf in trained.items()}, mine)
+    assert_close({path: leaf[0] for path, leaf in trained.items()}, mine)
     if mode == "asynchronous":
-        close(flatten(state.stats), flatten(plain.stats))
+        assert_close(flatten(state.stats), flatten(plain.stats))
 
 
 @pytest.mark.system
@@ -412,6 +413,7 @@ def test_evaluation_is_of_the_servers_weights():
     assert any("synchronize every" in line for line in trainer.notes())
 
 
+@pytest.mark.system
 def test_program_is_freed_with_its_trainer():
     """What it knows of bytes at synchronisations is kept with it, not with its class."""
     trainer = trainer_by_hand(optax.sgd(0.1), mode="local", every=2)

@@ -22,7 +22,7 @@ from spmd.mesh import MeshSpec
 from spmd.planner.compile import PLUGIN
 from spmd.planner.hlo import collective_kind, parse
 from spmd.train.matrix_owners import Group, owner_notes, param_within, update_by_owners
-from tests.nn.pipes import relative_difference
+from tests.compare import assert_close, relative_difference
 from tests.train.test_pipelines import Tied, piped, tokens, weights
 
 STEPS, ROWS = 4, 32
@@ -186,14 +186,12 @@ CASES = [
 ]  # servers have rows, of which most would compute otherwise
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(system=7)
 @pytest.mark.parametrize(("optimizer", "name", "matrices"), CASES, ids=["-".join(case) for case in CASES])
 def test_equals_one_device(optimizer, name, matrices):
     trainer = trainer_of(OPTIMIZERS[optimizer], name, matrices)
     params = trainer.placed.unpacked(steps(trainer).params)
-    wanted = jax.tree_util.tree_leaves_with_path(reference(optimizer))
-    for (path, leaf), got in zip(wanted, jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(np.asarray(got), leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(), err_msg=jax.tree_util.keystr(path))
+    assert_close(jax.tree.leaves(params), jax.tree.leaves(reference(optimizer)), 1e-5)
 
 
 # what has an owner ----------------------------------------------------------------------------------------------------
@@ -247,6 +245,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("optimizer", AROUND.values(), ids=AROUND)
 def test_what_is_around_an_optimizer_does_not_matter(optimizer):
     assert {*groups_of(optimizer, "fsdp")[0]} == {KERNELS, FIRST, HEAD, LAYERS}
@@ -294,11 +293,6 @@ def normals(**shapes):
 SQUARES = normals(a=(8, 8), b=(8, 8))
 
 
-def assert_close(got, wanted):
-    for name, leaf in wanted.items():
-        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=1e-5 * np.abs(leaf).max(initial=0), err_msg=name)
-
-
 def without_state(rule):
     return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (rule(grads), state))
 
@@ -310,16 +304,17 @@ def test_equal_programs_before_and_after_a_norm_are_two_groups():
         return jax.tree.map(lambda h: h @ h, scaled)
 
     updates, groups, wanted = updated(without_state(rule), SQUARES)
-    assert_close(updates, wanted)
+    assert_close(updates, wanted, 1e-5)
     assert groups == [Group((8, 8), 2, 1)] * 2
 
 
 def test_empty_parameters_have_an_update():
     updates, groups, wanted = updated(without_state(lambda grads: {k: g @ g.T @ g for k, g in grads.items()}), normals(a=(0, 8), b=(8, 8)))
-    assert_close(updates, wanted)
+    assert_close(updates, wanted, 1e-5)
     assert groups == [Group((8, 8), 1, 1)]
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     "optimizer", [optax.contrib.muon(0.02), optax.inject_hyperparams(optax.contrib.muon)(0.02)], ids=["muon", "injected"]
 )
@@ -334,7 +329,7 @@ def test_conditions_that_are_computed_alike_are_one():
         return jax.tree.map(lambda g: jax.lax.cond(state % 10 == 0, lambda g: g @ g @ g, lambda g: g @ g, g), grads), state + 1
 
     updates, groups, wanted = updated(optax.GradientTransformation(lambda params: jnp.int32(3), update), SQUARES)
-    assert_close(updates, wanted)
+    assert_close(updates, wanted, 1e-5)
     assert groups == [Group((8, 8), 2, 1)]
 
 
@@ -343,7 +338,7 @@ def test_scalars_that_differ_are_two():
         return {name: (state + number) * (g @ g) @ g for number, (name, g) in enumerate(grads.items())}, state
 
     updates, groups, wanted = updated(optax.GradientTransformation(lambda params: jnp.float32(3), update), SQUARES)
-    assert_close(updates, wanted)
+    assert_close(updates, wanted, 1e-5)
     assert groups == [Group((8, 8), 1, 1)] * 2
 
 
@@ -352,7 +347,7 @@ def test_what_cannot_be_batched_is_left_to_the_compiler():
         return jax.pure_callback(lambda x: 2 * np.asarray(x), g, g @ g.T @ g) @ g
 
     updates, groups, wanted = updated(without_state(lambda grads: {"a": called(grads["a"]), "b": grads["b"] @ grads["b"]}), SQUARES)
-    assert_close(updates, wanted)
+    assert_close(updates, wanted, 1e-5)
     assert groups == [Group((8, 8), 1, 1)], "b has one"
 
 
@@ -377,7 +372,7 @@ def test_parameters_named_like_states_are_one_batch(names):
 
     optimizer = optax.GradientTransformation(lambda params: {"L": jax.tree.map(jnp.zeros_like, params)}, update)
     updates, groups, wanted = updated(optax.chain(optimizer, optax.scale_by_adam()), normals(**dict.fromkeys(names.split(), (8, 8))))
-    assert_close(updates, wanted)
+    assert_close(updates, wanted, 1e-5)
     assert groups == [Group((8, 8), 3, 1)]
 
 
@@ -432,6 +427,7 @@ FACTORS = {  # of each layer
 }
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("rule", "matrices"), [(rule, 4) for rule in FACTORS.values()] + [(rule, 1) for rule in MIXING.values()], ids=[*FACTORS, *MIXING]
 )
@@ -446,7 +442,7 @@ def test_layers_are_separate_where_no_equation_joins_them(rule, matrices):
     grads, groups = {"stack": np.random.default_rng(0).normal(size=(4, 16, 16)).astype("float32")}, []
     by_owners = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
     updates, wanted = jax.jit(by_owners)(grads, (), grads)[0]["stack"], update(grads, ())[0]["stack"]
-    np.testing.assert_allclose(updates, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert_close(updates, wanted, 1e-5)
     assert [group.matrices for group in groups] == [matrices]
 
 
@@ -474,7 +470,7 @@ EXPERTS = {  # of [layers, experts, m, n], between two products: what is done, a
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(quick=17)
 @pytest.mark.parametrize(("rule", "matrices"), EXPERTS.values(), ids=EXPERTS)
 def test_experts_of_layers_are_separate_where_no_equation_joins_them(rule, matrices):
     def update(grads, state, params=None):
@@ -485,7 +481,7 @@ def test_experts_of_layers_are_separate_where_no_equation_joins_them(rule, matri
     grads, groups = {"experts": np.random.default_rng(0).normal(size=(3, 4, 16, 16)).astype("float32")}, []
     by_owners = update_by_owners(optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh("data=8"), groups).update
     updates, wanted = jax.jit(by_owners)(grads, (), grads)[0]["experts"], update(grads, ())[0]["experts"]
-    np.testing.assert_allclose(updates, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert_close(updates, wanted, 1e-5)
     assert [group.matrices for group in groups] == [matrices]
 
 
@@ -499,6 +495,7 @@ PLACED = {  # experts of layers, on a mesh data=4,model=2: the most matrices of 
 }
 
 
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(("spec", "most"), PLACED.values(), ids=PLACED)
 @pytest.mark.parametrize("optimizer", [MUON(), pytest.param(shampoo(0.02), marks=SYSTEM)], ids=["muon", "shampoo"])
 def test_experts_of_layers_have_owners(optimizer, spec, most):
@@ -512,12 +509,12 @@ def test_experts_of_layers_have_owners(optimizer, spec, most):
     by_owners = update_by_owners(optimizer, resolved, spmd.make_mesh(mesh), groups).update
     for _ in range(2):
         (updates, after), wanted = jax.jit(by_owners)(grads, state, grads), optimizer.update(grads, state, grads)
-        for got, leaf in zip(jax.tree.leaves((updates, after)), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(got, leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
+        assert_close((updates, after), wanted, 1e-5)
         state = after
     assert groups[-1:] == [Group((16, 16), 24, most)]
 
 
+@pytest.mark.system
 def test_random_keys_of_an_optimizer_train():
     for rest in (optax.contrib.muon(0.02), optax.sgd(0.02)):
         optimizer = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(0)), rest)
@@ -699,6 +696,7 @@ def piped_weights(mesh, declared, steps=3):
     return trainer, weights(trainer, state)
 
 
+@pytest.mark.sampled(system=3)
 @SYSTEM
 @pytest.mark.parametrize("case", PIPELINES)
 def test_layers_of_pipelines_have_owners_on_their_stage(case):

@@ -15,6 +15,7 @@ from spmd.data.device_dataset import resident
 from spmd.errors import DataError, OptimizerError, OptionError
 from spmd.tree import flatten
 from spmd.wire.server.timing import parse_staleness_scale
+from tests.compare import assert_close
 from tests.train.served import (
     ADAMW,
     ALL_REDUCE,
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.optimized
 # synchronous ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("optimizer", [pytest.param(MOMENTUM, marks=pytest.mark.slow), ADAMW], ids=["momentum", "adamw"])
 def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
@@ -139,7 +141,7 @@ def test_what_a_loss_counts_may_be_any_number(mode, each, dtype):
     assert far(all_reduce, trained(ALL_REDUCE, lambda model, batch: 0 * spmd.losses.cross_entropy(model, batch))) > 1e-2, "and it learns"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize(
     "mode", [{}, {"mode": "asynchronous"}, {"mode": "local", "every": 2}], ids=lambda mode: mode.get("mode", "synchronous")
 )
@@ -183,7 +185,7 @@ def test_an_update_is_of_the_workers_that_were_waited_for_and_nothing_else(poiso
         other, wanted = plain.step(other, {name: leaf[kept] for name, leaf in batch.items()})
         batch["x"][np.setdiff1d(np.arange(ROWS), kept)] = poison
         state, metrics = trainer.step(state, batch)
-        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
+        assert_close(metrics["loss"], wanted["loss"])
         assert metrics["gradients_dropped"] == 3 and metrics["gradients_applied"] == 5
     served_params, plain_params = params_of(trainer, state), params_of(plain, other)
     assert all(np.abs(served_params[path] - plain_params[path]).max() < 1e-6 for path in served_params)
@@ -213,6 +215,7 @@ def test_a_hundred_workers_on_one_device_step_in_the_time_of_the_last_one_that_i
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.system
 def test_running_averages_are_of_those_who_are_waited_for():
     class Normed(nnx.Module):
         def __init__(self, rngs):
@@ -226,8 +229,8 @@ def test_running_averages_are_of_those_who_are_waited_for():
     batch = {**data(), "x": np.full((ROWS, FEATURES), 10.0, np.float32)}
     state, _ = trainer.step(trainer.init(), batch)
     statistics = {path.split("/")[1]: np.asarray(leaf) for path, leaf in flatten(state.stats).items()}
-    np.testing.assert_allclose(statistics["mean"], 1.0, rtol=1e-6)  # 0.1 of 10; half of that, if the four that are dropped counted
-    np.testing.assert_allclose(statistics["var"], 0.9, rtol=1e-6)
+    assert_close(statistics["mean"], 1.0)  # 0.1 of 10; half of that, if the four that are dropped counted
+    assert_close(statistics["var"], 0.9)
 
 
 @pytest.mark.system
@@ -241,7 +244,7 @@ def test_where_the_data_ends_the_update_is_of_those_who_have_some():
     assert present.sum() == 2 and not present[4:].any()
     kept = [row for worker in np.flatnonzero(present) for row in range(4 * worker, min(4 * worker + 4, 13))]
     _, wanted = plain.step(plain.init(), {name: leaf[kept] for name, leaf in batch.items()})
-    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
+    assert_close(metrics["loss"], wanted["loss"])
 
 
 # asynchronous --------------------------------------------------------------------------------------------------------
@@ -444,7 +447,7 @@ class Counting:
         return -model(batch["row"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("kind", ["arrays", "batches", "resident"])
 @pytest.mark.parametrize("examples", [256, 250], ids=["divisible", "remainder"])
 def test_every_row_is_used_once_an_epoch_with_slow_workers(kind, examples):
@@ -469,19 +472,21 @@ def test_every_row_is_used_once_an_epoch_with_slow_workers(kind, examples):
     if kind == "batches" or examples % 4 == 0:
         last = examples - examples // 4 * 4
         parts[examples - last :] = 2 / max(last, 1) if last else 2 / 4
-        np.testing.assert_allclose(seen[:examples], parts, rtol=1e-6)
+        assert_close(seen[:examples], parts)
     else:  # shuffled: another two rows make up the last part of each epoch
-        assert np.isclose(seen[:examples].sum(), 2 * -(-examples // 4), rtol=1e-6)
+        assert_close(seen[:examples].sum(), 2 * -(-examples // 4))
     assert not seen[examples:].any() and (seen[:examples] > 0).all()
     assert len(result.history["loss"]) > 2 * -(-examples // 32), "in some rounds a worker was still busy"
 
 
+@pytest.mark.system
 def test_a_step_by_hand_would_lose_rows_and_says_so():
     trainer = trainer_of(served(mode="asynchronous", compute_time="exponential"))
     with pytest.raises(OptionError, match=r"workers take no part in this round[\s\S]*trainer.steps"):
         train(trainer)
 
 
+@pytest.mark.system
 def test_a_part_that_is_not_full_needs_a_loss_of_rows():
     layout = served(mode="asynchronous", compute_time="exponential")
 
@@ -539,6 +544,7 @@ def test_evaluation_and_prediction_are_of_the_servers_weights():
     np.testing.assert_allclose(result.predict(batch["x"]), logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.system
 def test_what_the_clock_says_is_among_the_metrics():
     result = fit(served(**LATE), epochs=2)
     history = result.history
@@ -600,7 +606,7 @@ def test_assigned_work_resumes_where_it_stopped(tmp_path):
         result = spmd.fit(counting.model, batches, layout=layout, checkpoint=tmp_path, resume=True, progress=False, **options, **more)
     seen = np.asarray(result.model.params["seen"])
     parts = np.concatenate([np.full(32, 1 / 8), np.full(16, 1 / 8), np.full(4, 1 / 4), np.full(64, 1 / 8)])
-    np.testing.assert_allclose(seen[:116], parts, rtol=1e-6)
+    assert_close(seen[:116], parts)
     assert not seen[116:].any()
 
 
@@ -615,6 +621,7 @@ def test_what_would_lose_rows_on_resume_is_refused(tmp_path):
     assert int(fit(served(**slow), tmp_path / "synchronous", epochs=1, resume=True).state.step) > 6
 
 
+@pytest.mark.system
 def test_rows_of_those_who_wait_for_the_warm_up_are_not_lost():
     counting = Counting(64)
     options = {"loss": counting.loss, "optimizer": optax.sgd(1.0), "mesh": "data=8", "batch_size": 32, "epochs": 1, "progress": False}
@@ -623,16 +630,18 @@ def test_rows_of_those_who_wait_for_the_warm_up_are_not_lost():
     assert (seen > 0).all() and (np.isclose(seen, 1 / 4).sum(), np.isclose(seen, 1 / 32).sum()) == (12, 32)
 
 
+@pytest.mark.system
 def test_where_the_data_ends_what_was_gathered_is_an_update():
     """11 parts of 8 workers, four to an update: 4, 4 and the 3 that are left; the next epoch begins afresh."""
     counting = Counting(88)
     options = {"loss": counting.loss, "optimizer": optax.sgd(1.0), "mesh": "data=8", "batch_size": 64, "epochs": 2, "progress": False}
     rows = {"row": np.arange(88, dtype=np.int32)}
     result = spmd.fit(counting.model, rows, layout=served(mode="softsync", splits=2), shuffle=False, **options)
-    np.testing.assert_allclose(np.asarray(result.model.params["seen"]), np.where(np.arange(88) < 64, 2 / 32, 2 / 24), rtol=1e-6)
+    assert_close(np.asarray(result.model.params["seen"]), np.where(np.arange(88) < 64, 2 / 32, 2 / 24))
     assert all(not np.asarray(entry["gathered"]).any() for entry in result.state.exchange.values())
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("server", [{}, {"mode": "softsync", "splits": 2}], ids=["synchronous", "softsync"])
 def test_a_remainder_may_be_dropped_and_ends_the_epoch(server):
     """90 rows in batches of 32 by 8 workers: two of them, and 26 rows that are not looked at, in each of two epochs."""
@@ -641,10 +650,11 @@ def test_a_remainder_may_be_dropped_and_ends_the_epoch(server):
     result = spmd.fit(counting.model, rows, layout=served(drop_remainder=True, **server), shuffle=False, **options)
     seen = np.asarray(result.model.params["seen"])
     each = {"synchronous": 2 / 32, "softsync": 2 / 16}[server.get("mode", "synchronous")]  # of an update's rows, twice
-    np.testing.assert_allclose(seen, np.where(np.arange(90) < 64, each, 0), rtol=1e-6)
+    assert_close(seen, np.where(np.arange(90) < 64, each, 0))
     assert result.history["gradients_applied"] == [8.0] * 4
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("server", [{}, {"mode": "asynchronous"}], ids=["synchronous", "asynchronous"])
 def test_remainder_that_is_the_only_batch_is_reported(server):
     counting = Counting(48)
@@ -667,6 +677,7 @@ def test_remainder_that_cannot_be_dropped_is_reported_before_the_first_step(serv
         fit(served(**server), epochs=1, loss=lambda m, b: spmd.losses.cross_entropy(m, b).mean(), batch_size=48)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     "server, epochs, rounds",
     [({"spares": 1}, 10, 40), ({"spares": 1, "drop_remainder": True}, 1, 3), ({"mode": "asynchronous", "drop_remainder": True}, 10, 31)],
@@ -728,7 +739,7 @@ def test_an_optimizer_that_looks_at_elements_may_be_served(optimizer):
 DEAR = ("adafactor", "muon", "lamb, gathered")  # to compile
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.system
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in NOT_FINE])
 def test_one_that_looks_at_parameters_is_refused_by_name(name):
     optimizer, placement, named = NOT_FINE[name]

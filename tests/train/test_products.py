@@ -101,7 +101,7 @@ def alone(products):
     return train(trainer_of(products, **ONE))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.system) for name in MESHES])
 def test_int8_does_not_depend_on_the_mesh(name):
     """Scales are of rows of activations, and of columns of weights; gradients are plain ones."""

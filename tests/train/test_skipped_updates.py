@@ -16,6 +16,7 @@ from spmd import wire
 from spmd.errors import CommunicationError, LossError, OptimizerError, OptionError, SpmdError
 from spmd.optimizers import average_weights, scale_loss, skip_spikes
 from spmd.tree import flatten
+from tests.compare import assert_close
 from tests.train.served import FEATURES, MOMENTUM, data, served
 
 SPIKES = skip_spikes(MOMENTUM, window=3)
@@ -46,7 +47,7 @@ def test_skip_spikes_has_the_band_of_the_updates_that_were_made():
     made, skipped = [], []
     for number, (_, state) in enumerate(run(skip_spikes(optax.sgd(1.0), sigmas=3.0, window=3), norms)):
         allowed = limit(made[-3:], 3.0) if len(made) >= 3 else np.inf
-        np.testing.assert_allclose(state.limits[1], allowed, rtol=1e-6)
+        assert_close(state.limits[1], allowed)
         (skipped if norms[number] > allowed else made).append(norms[number])
         assert bool(state.applied) == (norms[number] <= allowed)
     assert skipped == [60.0, 5.5, 80.0] and (int(state.skipped), int(state.counted)) == (3, 8)
@@ -76,6 +77,7 @@ def test_skip_spikes_trains_after_gradients_of_zero():
     assert int(seen[-1][1].skipped) == 1 and np.isinf(seen[-1][1].limits[0])
 
 
+@pytest.mark.system
 def test_skip_spikes_takes_another_number_in_a_row_when_it_resumes():
     state = run(skip_spikes(optax.sgd(1.0), max_in_a_row=3), [np.nan, np.nan])[-1][1]
     for most, left in ((3, 0), (10, 7), (2, 0)):
@@ -179,7 +181,7 @@ def check_spike(states, metrics, reference, tolerance):
         np.testing.assert_allclose(column(metrics, name), column(reference[1], name), rtol=2e-5)
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_spike_of_one_worker_is_skipped_everywhere(place):
     check_spike(*train(trainer_on(*PLACES[place])), alone(), 2e-6)
@@ -331,7 +333,7 @@ def exact():
     return masters("float32", "data=1")
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("place", ["data_parallel-1", *PLACES])
 def test_float16_trains_as_float32_on_a_mesh(place):
     layout, mesh = PLACES.get(place, ("data_parallel", "data=1"))
@@ -355,7 +357,7 @@ def test_float16_without_a_scale_loses_small_gradients():
     assert abs(ways["scaled"] / ways["float32"] - 1) < 0.02 and ways["not scaled"] == 0
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_overflow_of_one_worker_is_skipped_everywhere_and_halves_the_scale(place):
     trainer = trainer_on(*PLACES[place], **HALF)
@@ -367,7 +369,7 @@ def test_overflow_of_one_worker_is_skipped_everywhere_and_halves_the_scale(place
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[-1].params))
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("gather", ["full", "layer"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_residuals_do_not_depend_on_the_scale(gather, accumulate):
@@ -393,7 +395,7 @@ def found(place):
     return column(metrics, "skipped"), column(metrics, "loss_scale"), flatten(states[-1].params)
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_float16_finds_the_same_scale_on_every_mesh(place):
     skipped, scales, params = found(place)

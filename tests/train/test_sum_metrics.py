@@ -13,6 +13,7 @@ import spmd
 from spmd.errors import CallbackError, LossError, OptionError
 from spmd.metrics import FromSums, auc, perplexity
 from spmd.run.pictures import png
+from tests.compare import assert_close
 
 DRAW = np.random.default_rng(0)
 ROWS = DRAW.normal(size=(50, 4)).astype("float32")
@@ -44,6 +45,7 @@ def area(logits, labels):
     return np.mean([(p > n) + (p == n) / 2 for p in positive for n in negative])
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
 @pytest.mark.parametrize("batch_size", [50, 16])
 @pytest.mark.parametrize("model", [LOGITS, CLASSES], ids=["one logit", "two classes"])
@@ -79,6 +81,7 @@ TEXT = {"tokens": TOKENS, "targets": (TOKENS + 1) % 7, "mask": DRAW.integers(0, 
 BIGRAM = spmd.FunctionalModel(lambda key: {"w": jax.random.normal(key, (7, 7))}, lambda params, tokens: params["w"][tokens])
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
 @pytest.mark.parametrize("options", [{}, {"mask": "mask"}, {"ignore": 3}], ids=["all", "mask", "ignore"])
 def test_perplexity_is_exp_of_the_mean_loss(options, mesh, layout):
@@ -87,7 +90,7 @@ def test_perplexity_is_exp_of_the_mean_loss(options, mesh, layout):
     found = evaluated(
         BIGRAM, TEXT, {"perplexity": metric, "accuracy": spmd.metrics.accuracy}, loss=loss, mesh=mesh, layout=layout, batch_size=8
     )
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
+    assert_close(found["perplexity"], math.exp(found["loss"]))
     means = [
         evaluated(BIGRAM, {key: x[rows] for key, x in TEXT.items()}, {"p": metric}, loss=loss)["p"] for rows in (slice(0, 8), slice(8, 19))
     ]
@@ -147,7 +150,7 @@ def test_a_metric_of_a_user():
     )
     found = evaluated(CLASSES, data, {"mcc": mcc})["mcc"]
     guesses = (ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32") > 0).astype(int)
-    assert found == pytest.approx(np.corrcoef(guesses, LABELS)[0, 1], rel=1e-6)
+    assert_close(found, np.corrcoef(guesses, LABELS)[0, 1])
 
 
 DATA = {"x": ROWS, "label": LABELS}
@@ -243,6 +246,7 @@ def drawn(draw, **options):
     )
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("draw", "kind", "message"), BAD_DRAWINGS.values(), ids=BAD_DRAWINGS.keys())
 def test_failing_picture_names_the_metric_after_the_results_are_recorded(draw, kind, message, tmp_path):
     with pytest.raises(kind, match=message):
@@ -256,6 +260,7 @@ def test_run_without_a_folder_draws_nothing():
     assert not calls
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
 def test_confusion_counts_every_row_once(mesh, layout, tmp_path):
     x = DRAW.normal(size=(50, 4)).astype("float32")
@@ -290,6 +295,7 @@ def test_confusion_is_drawn_by_the_share_of_a_row():
     assert (picture[240:] == 255).all()  # a class without rows
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32"])
 def test_cells_of_a_confusion_do_not_overflow(dtype):
     metric, targets = spmd.metrics.confusion(20), np.arange(20, dtype=dtype)

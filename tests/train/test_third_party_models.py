@@ -11,6 +11,7 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import spmd
+from tests.compare import assert_close
 
 X = np.random.default_rng(0).normal(size=(16, 8, 8)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 4, 16).astype("int32")
@@ -60,7 +61,7 @@ KV = dataclasses.replace(spmd.Layout.load("tensor_parallel"), default=spmd.Defau
 KV = dataclasses.replace(KV, axes=(*KV.axes, ("kv", None)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize(
     "wrap, layout, mesh",
     [
@@ -104,7 +105,7 @@ TWO = "data=4,model=2"
 OVER = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize(
     "spec, mesh, reduction",
     [
@@ -123,6 +124,7 @@ def test_own_constraints_are_given_to_the_compiler(spec, mesh, reduction):
     assert_as_on_one_device(of(spec), "data_parallel", mesh, reduction, plain=of(None))
 
 
+@pytest.mark.system
 def test_own_constraints_shard_the_axes_that_are_left():
     """Half of the hidden units on each device, which is what the constraint asks for."""
     texts = []
@@ -132,14 +134,16 @@ def test_own_constraints_shard_the_axes_that_are_left():
     assert "f32[4,8,8]" in texts[0] and "f32[4,8,16]" not in texts[0] and "f32[4,8,16]" in texts[1]
 
 
+@pytest.mark.system
 def test_logical_constraints():
     assert_as_on_one_device(LogicallyConstrained(), "data_parallel", TWO)
 
 
+@pytest.mark.system
 def test_own_constraints_hold_in_evaluation_and_prediction():
     trainer, state = trained(lambda: Constrained(P("data", None, "model"), nnx.Rngs(0)), mesh=TWO)
     plain, same = trained(lambda: Constrained(None, nnx.Rngs(0)), mesh=TWO)
-    assert trainer.evaluate(state, BATCH)["loss"] == pytest.approx(plain.evaluate(same, BATCH)["loss"], rel=1e-6)
+    assert_close(trainer.evaluate(state, BATCH)["loss"], plain.evaluate(same, BATCH)["loss"])
     np.testing.assert_allclose(trainer.predict(state, X), plain.predict(same, X), atol=1e-6)
 
 
@@ -206,6 +210,7 @@ class NnxNorm(nnx.Module):
         return self.out(self.norm(self.up(x)).mean(1))
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     "make, reduction",
     [(lambda name: LinenNorm(name), "all_reduce"), (lambda name: lambda: NnxNorm(name, nnx.Rngs(0)), "compiler")],
@@ -251,7 +256,7 @@ def normed_init(key):
 NORMED = spmd.FunctionalModel(normed_init, normed, stateful=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("layout, reduction", [("data_parallel", None), ("fsdp", None), ("data_parallel", "compiler")])
 def test_a_functional_model_with_state(layout, reduction):
     assert_as_on_one_device(NORMED, layout, "data=8", reduction)

@@ -15,6 +15,7 @@ import spmd
 from spmd.errors import OptimizerError, OptionError
 from spmd.optimizers import average_weights
 from spmd.tree import flatten
+from tests.compare import assert_close
 from tests.train.served import FEATURES, MOMENTUM, data, served
 
 EMA = average_weights(MOMENTUM, decay=0.5)
@@ -50,7 +51,7 @@ def test_average_weights_is_the_weighted_mean_of_the_weights(options):
         plain = optax.apply_updates(plain, updates)
         seen.append(np.asarray(params["w"]))
         averages.append(np.asarray(state.average["w"]))
-    np.testing.assert_allclose(params["w"], plain["w"], rtol=1e-6)
+    assert_close(params["w"], plain["w"])
     wanted = mean_of(seen, **{"decay": 0.999, **options, **({"decay": 1.0} if options.get("decay", 0) is None else {})})
     np.testing.assert_allclose(averages, wanted, rtol=1e-6, atol=1e-6)
     assert np.abs(averages[-1] - seen[-1]).max() > 1e-3, "an average is not the last weights"
@@ -136,7 +137,7 @@ PLACES = {
 }
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_average_on_a_mesh_equals_one_device(place):
     layout, mesh = PLACES[place]
@@ -191,6 +192,7 @@ def test_average_of_a_circular_pipeline_is_in_the_order_of_the_layers():
     assert not np.allclose(jax.device_get(state.opt.average["blocks"]["layers"]["kernel"]), kept, atol=1e-3), "the state has another order"
 
 
+@pytest.mark.system
 def test_average_has_only_weights_that_are_trained():
     layout = spmd.Layout(gradients=spmd.Gradients("reduce_scatter"), default=spmd.Default("shard:data"), train=spmd.Train(include="out/**"))
     trainer = trainer_on(layout, optimizer=EMA)
@@ -229,7 +231,7 @@ def test_evaluation_of_the_average(result):
     result, arrays = result
     weights = jax.device_get(result.state.opt.average["w"])
     loss = float(np.square(arrays["x"] @ weights - arrays["y"]).mean())
-    np.testing.assert_allclose(result.history["eval_loss"][-1], loss, rtol=1e-6)
+    assert_close(result.history["eval_loss"][-1], loss)
     assert result.averaged.evaluate(arrays)["loss"] == result.history["eval_loss"][-1]
     assert result.evaluate(arrays)["loss"] < 0.9 * loss, "the newest weights are evaluated as before"
 
@@ -293,6 +295,7 @@ def test_schedule_free_on_a_mesh_equals_one_device(layout):
         assert np.abs(value - averages[1][1][path]).max() > 1e-5, "not the weights that are trained"
 
 
+@pytest.mark.system
 def test_evaluation_of_a_schedule_free_optimizer():
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((FEATURES, 5))}, lambda params, x: x @ params["w"])
     how = {"loss": spmd.losses.cross_entropy, "batch_size": 32, "steps": 4, "eval_data": data(), "optimizer": FREE}
@@ -300,7 +303,7 @@ def test_evaluation_of_a_schedule_free_optimizer():
     averaged = optax.contrib.schedule_free_eval_params(*jax.device_get((result.state.opt, result.state.params)))
     logits = data()["x"] @ averaged["w"]
     loss = float(optax.softmax_cross_entropy_with_integer_labels(logits, data()["y"]).mean())
-    np.testing.assert_allclose(result.history["eval_loss"][-1], loss, rtol=1e-6)
+    assert_close(result.history["eval_loss"][-1], loss)
     assert abs(result.evaluate(data())["loss"] - loss) > 1e-4
 
 

@@ -116,7 +116,7 @@ JOINING = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize("case", JOINING)
 def test_compare_refuses_loss_that_joins_rows(case):
     loss, _ = JOINING[case]
@@ -157,7 +157,7 @@ def noisy(model, batch, rng):
     return token_mean(model, {**batch, "x": batch["x"] + 3 * jax.random.normal(rng, batch["x"].shape)})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("loss", "options"), [(token_mean, {"precision": "bfloat16"}), (weighted, {"precision": "bfloat16"}), (noisy, {})])
 def test_compare_sees_through_rounding_and_noise(loss, options):
     with pytest.raises(LossError, match="no mean over rows"):
@@ -176,6 +176,7 @@ def test_draw_with_as_many_entries_as_a_part_has_rows_is_not_believed():
     assert not trainer_of(masked, mesh="data=4").prepare(data())[0].comparison.needed
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("case", ["in-batch negatives", "a sum", "a mean over tokens"])
 def test_fixes_that_compare_offers_train_as_one_device(case):
     loss, pair = JOINING[case]
@@ -196,6 +197,7 @@ def test_compare_refuses_accumulation_and_offers_what_works():
     trained(trainer_of(token_pair, mesh="data=1", accumulate=4), 1)
 
 
+@pytest.mark.system
 def test_compare_refuses_simulated_workers():
     layout = dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8))
     with pytest.raises(LossError, match=r"seen by 8 workers:(.|\n)*fix: \[gradients\] reduction = \"compiler\", which was tried"):
@@ -241,7 +243,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.system
 @pytest.mark.parametrize("kind", KINDS)
 def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
     model, options = KINDS[kind]
@@ -251,6 +253,7 @@ def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
     assert re.search(r"equal but for rounding, gradients too \(\d+\.\d s", caplog.text)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("resident", [False, True])
 def test_fit_refuses_before_training_and_says_what_was_compared(resident, capsys, tmp_path):
     train_data = spmd.data.resident(data(), steps_per_call=2) if resident else data()
@@ -262,6 +265,7 @@ def test_fit_refuses_before_training_and_says_what_was_compared(resident, capsys
     assert "compared on the first batch, seen by 8 workers" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_sweep_refuses_loss_that_joins_rows():
     with pytest.raises(LossError, match="seen by 4 workers"):
         spmd.sweep(
@@ -418,6 +422,7 @@ def token_batch(ignore=None):
     return {"tokens": batch["tokens"], "targets": targets, **({"mask": batch["mask"]} if ignore is None else {})}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("ignore", [None, -100])
 def test_cross_entropy_leaves_out_tokens_that_do_not_count(ignore):
     loss = spmd.losses.cross_entropy.on(mask="mask") if ignore is None else spmd.losses.cross_entropy.on(ignore=ignore)
@@ -464,6 +469,7 @@ def test_on_refuses_ignore_that_is_no_whole_number(ignore):
         spmd.losses.cross_entropy.on(ignore=ignore)
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("dtype", "ignore", "fits"), [("uint8", -100, False), ("uint8", 255, True), ("int8", -100, True), ("int8", 200, False)]
 )
@@ -535,6 +541,7 @@ def warned(caplog):
     return [record.getMessage() for record in caplog.records if "is no mean over rows" in record.getMessage()]
 
 
+@pytest.mark.system
 def test_evaluate_warns_of_metrics_that_join_rows(caplog):
     metrics = {name: metric for name, (metric, _) in METRICS.items()}
     trainer, batch = trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), metrics=metrics), data(1)
@@ -550,6 +557,7 @@ def test_evaluate_warns_of_metrics_that_join_rows(caplog):
     assert warned(caplog) == lines  # once
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("joins", [True, False])
 def test_step_warns_of_losses_metrics_that_join_rows(caplog, joins):
     def loss(model, batch):

@@ -93,6 +93,7 @@ def _on_devices(kind, before):
     return np.asarray(mapped(before.astype("int32")))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collective_leaves_what_is_drawn(kind):
     before, after = blocks(kind, 4)

@@ -33,7 +33,7 @@ def test_one_panel_per_metric_with_both_lines():
     labels = {name: [text.get_text() for text in axes.get_legend().get_texts()] for name, axes in panels.items()}
     assert labels == {"loss": ["train", "evaluation"], "accuracy": ["train"], "speed": ["evaluation"]}
     drawn = panels["loss"].get_lines()[0].get_xydata()
-    np.testing.assert_allclose(drawn, [(step, 5.0 / step) for step in range(1, 101)])
+    np.testing.assert_array_equal(drawn, [(step, np.float32(5.0 / step)) for step in range(1, 101)])
     smooth = panels["loss"].get_lines()[1].get_xydata()
     assert len(smooth) == 99  # a window of 2 is full 99 times
 

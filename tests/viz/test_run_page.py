@@ -79,7 +79,7 @@ def test_page_opens_with_the_headline(run, tmp_path):
     loss, rate = result.history["eval_loss"][-1], result.samples_per_second
     places = [text.index(word) for word in (f"{loss:.4g}", "of it training", f"{rate:,.0f}", "Curves", "measured in")]
     assert places == sorted(places) and jax.__version__ in text
-    assert rate == pytest.approx(32 / result.goodput["training"])
+    assert rate >= 32 / (result.goodput["training"] + result.goodput["waiting for data"])  # which count what follows the last step too
 
 
 def test_page_says_what_was_run(run, tmp_path):

@@ -70,6 +70,7 @@ def test_nothing_to_draw_is_an_error(more, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.system
 def test_what_the_docs_show_is_so(tmp_path, monkeypatch, capsys):
     """The command in the docs runs, and prints what stands below it."""
     section = (DOCS / "parameter_server.md").read_text(encoding="utf-8").partition("## Simulate the clock")[2]

@@ -10,6 +10,7 @@ import pytest
 
 from spmd import wire
 from spmd.errors import CommunicationError, OptimizerError, OptionError, SpmdError
+from tests.compare import assert_close
 from tests.wire.test_transformations import MESH, assert_same_bits, distance, make_mesh, make_params, pmean, train
 
 INT8 = wire.int8(block=16)
@@ -119,10 +120,11 @@ def test_an_axis_of_size_1_sends_nothing_and_changes_nothing(tx):
     grads = {"w": normal(64, 16)[:1]}
     means = reduce(tx, grads, mesh)
     expected = -0.5 * grads["w"] if tx is SINGLE[-1] else grads["w"]
-    np.testing.assert_allclose(means["w"], expected, rtol=1e-6)
+    assert_close(means["w"], expected)
     assert wire.bytes_sent(tx, {"w": jnp.zeros((64, 16))}, mesh) == 0
 
 
+@pytest.mark.system
 def test_gather_along_an_axis_of_size_1_is_the_array_itself():
     mesh, x = make_mesh(data=1), jnp.arange(12.0).reshape(4, 3)
     run = jax.shard_map(
@@ -172,6 +174,7 @@ def test_a_pattern_that_matches_no_parameter_is_refused(make):
     wire.init(make(codecs={"bias": wire.exact()}), make_params(), MESH)
 
 
+@pytest.mark.system
 def test_in_a_part_of_a_partition_a_pattern_may_match_another_part():
     link = wire.all_reduce("data", INT8, codecs={"bias": wire.exact()})
     train(optax.partition({"a": optax.chain(link, SGD), "b": optax.chain(link, optax.adam(1e-2))}, LABELS))
@@ -185,6 +188,7 @@ def test_two_arrays_of_one_path_are_refused():
 # gradients --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 def test_exact_mean_of_any_float_is_pmean_in_its_own_dtype(dtype):
     grads = {"w": jnp.asarray(normal(8, 6)).astype(dtype)}
@@ -193,6 +197,7 @@ def test_exact_mean_of_any_float_is_pmean_in_its_own_dtype(dtype):
     np.testing.assert_array_equal(np.asarray(ours["w"]).view(np.uint8), np.asarray(plain["w"]).view(np.uint8))
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_codecs_take_narrow_floats_and_return_their_dtype(dtype):
     grads = {"w": jnp.asarray(normal(64, 16)).astype(dtype)}
@@ -237,6 +242,7 @@ def test_the_symbolic_zeros_of_integers_are_refused():
         jax.jit(mapped)({"w": jnp.ones(3), "n": jnp.ones(3, jnp.int32)})
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("codec", [wire.exact(), INT8, wire.bfloat16(), wire.float8(block=16), wire.sign(block=16), wire.top_k(keep=0.2)])
 def test_a_nan_of_one_worker_reaches_all_and_leaves_no_trace_in_the_residuals(codec):
     tx = wire.all_reduce("data", codec, error_feedback=not codec.lossless)
@@ -288,6 +294,7 @@ def test_gather_of_an_empty_tree_is_empty():
     assert run(jnp.zeros(1)) == {}
 
 
+@pytest.mark.system
 def test_arrays_without_elements_scalars_and_python_numbers_are_reduced():
     tx = wire.all_reduce("data", INT8, error_feedback=True)
 
@@ -304,6 +311,7 @@ def test_arrays_without_elements_scalars_and_python_numbers_are_reduced():
 ASYNCHRONOUS = wire.server_clock(8, mode="asynchronous", compute_time="constant")
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("tx, extra", [
     (wire.all_reduce("data"), {}),
     (wire.zero1("data", SGD), {}),
@@ -367,6 +375,7 @@ def test_a_state_of_each_workers_own_before_the_communication_is_refused(before)
         wire.init(optax.chain(optax.chain(before), optax.chain(wire.zero1("data", SGD))), make_params(), MESH)
 
 
+@pytest.mark.system
 def test_clipping_before_the_communication_clips_each_workers_own_gradients():
     for clip in (optax.clip(0.01), optax.clip_by_global_norm(0.1), optax.scale_by_schedule(lambda count: 1 / (count + 1))):
         ours, _ = train(optax.chain(clip, wire.all_reduce("data"), optax.adam(1e-2)))
@@ -400,6 +409,7 @@ def test_a_mask_around_the_communication_is_refused(tx):
         wire.init(tx, make_params(), MESH)
 
 
+@pytest.mark.system
 def test_a_partition_can_leave_out_gradients_as_the_fix_for_a_mask_says():
     zero = optax.partition({"a": wire.all_reduce("data", INT8, error_feedback=True), "b": optax.set_to_zero()}, LABELS)
     after, start = train(optax.chain(zero, SGD))[0], make_params()
@@ -409,6 +419,7 @@ def test_a_partition_can_leave_out_gradients_as_the_fix_for_a_mask_says():
     assert distance(train(optax.chain(pmean("data"), same, SGD))[0], train(optax.chain(pmean("data"), SGD))[0]) < 1e-7  # fused otherwise
 
 
+@pytest.mark.system
 def test_a_mask_behind_the_communication_works_as_with_pmean():
     masked = optax.masked(optax.adam(1e-2), MASK)
     assert_same_bits(train(optax.chain(wire.all_reduce("data"), masked))[0], train(optax.chain(pmean("data"), masked))[0])
@@ -432,7 +443,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_more_wrappers_of_optax_work_as_with_pmean(name):
     wrap = WRAPPERS[name]
@@ -453,9 +464,10 @@ def test_hyperparameters_are_injected_into_the_factory_of_a_communication():
 
     ours, state = train(optax.inject_hyperparams(make)(rate=0.1))
     assert distance(ours, train(wire.zero1("data", optax.sgd(0.1)))[0]) < 1e-7
-    assert float(state.hyperparams["rate"]) == pytest.approx(0.1)
+    assert_close(float(state.hyperparams["rate"]), 0.1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("inner", [
     optax.inject_hyperparams(optax.adamw)(1e-2),
     optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
@@ -470,6 +482,7 @@ def test_wrappers_inside_zero1_and_local_sgd_equal_the_full_optimizer(inner):
     assert 0 < distance(local, full) < 0.5
 
 
+@pytest.mark.system
 def test_apply_if_finite_inside_zero1_is_refused_and_inside_local_sgd_skips():
     with pytest.raises(SpmdError, match="each worker has only its shard"):
         train(wire.zero1("data", optax.apply_if_finite(optax.adam(1e-2), 3)))
@@ -518,6 +531,7 @@ def test_a_nan_is_skipped_by_apply_if_finite_behind_the_communication():
     assert np.isfinite(after["w"]).all() and distance(after, params) > 0 and int(state[1].total_notfinite) == 1
 
 
+@pytest.mark.system
 def test_many_steps_in_a_scan_equal_single_steps():
     tx = optax.chain(wire.all_reduce("data", INT8, error_feedback=True), optax.adam(1e-2))
     params = make_params()

@@ -11,6 +11,7 @@ from spmd.wire import collectives
 P = jax.P
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("axes", "dim"), [(("data",), 0), (("data", "model"), 1), (("model",), 1), ((), 0)])
 def test_reduce_scatter_over_gloo_is_the_same_sum(axes, dim, dtype, monkeypatch):

@@ -239,7 +239,7 @@ def meshes_and_reductions():
         yield pytest.param(*case, marks=[pytest.mark.slow] * (case not in fast))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(quick=16)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("mesh", "reduction"), list(meshes_and_reductions()))
 def test_log_has_exactly_the_collectives_of_lowered_step(mesh, codec, reduction):
@@ -254,6 +254,7 @@ def test_log_has_exactly_the_collectives_of_lowered_step(mesh, codec, reduction)
     assert scattered == bool((reduction == "reduce_scatter" and codec in ("exact", "power_sgd")) or (inside and codec in ROWS))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8"])
 def test_log_equals_program_with_gathers_per_microbatch(codec, accumulate):
@@ -291,7 +292,7 @@ def gradient_bytes(codec, options=(), **more):
     return trainer_of(layout, sizes=DIVIDE).wire.bytes(where="reduce_gradients")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(
     "codec, least, most",
     [("bfloat16", 0.5, 0.5), ("int8", 0.25, 0.27), ("float8", 0.25, 0.27), ("sign", 1 / 32, 0.04), ("top_k", 0.02, 0.022)],
@@ -318,7 +319,7 @@ def gpt_trainer(codec, **sizes):
     return trainer
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize(
     "sizes, most", [({}, 0.14), ({"width": 512, "depth": 4, "heads": 8, "length": 256}, 0.05)], ids=["usual", "larger"]
 )
@@ -336,6 +337,7 @@ def test_power_sgd_share_of_gpt_matrices(sizes, most):
     assert rest == sum(2 * 7 * nbytes // 8 for nbytes in vectors)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in ROWS])
 def test_compressed_gradients_are_not_sent_as_float32(codec, reduction):
@@ -360,6 +362,7 @@ def test_power_sgd_sends_only_p_and_q(reduction):
     assert shape_counts == collections.Counter([(), (2, 1), *factors, *exact])
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("codec, leaf, bucket", [("bfloat16", 2, 2), ("int8", 2, 2), ("power_sgd", 2, 2)])
 def test_collective_count_by_bucket_bytes(codec, leaf, bucket):
     """Row codecs: an all-to-all and an all-gather, for every payload; power_sgd: P and Q."""
@@ -377,6 +380,7 @@ def test_collective_count_by_bucket_bytes(codec, leaf, bucket):
     assert count(2**30) == alone + bucket
 
 
+@pytest.mark.system
 def test_bucket_is_filled_up_to_bucket_bytes():
     """As float32 and in order: mid/bias 256, mid/kernel 8192, out/bias 128, out/kernel 8192, up/bias 128, up/kernel 2048."""
     paths = ["mid/bias", "mid/kernel", "out/bias", "out/kernel", "up/bias", "up/kernel"]
@@ -400,6 +404,7 @@ def test_bucket_is_filled_up_to_bucket_bytes():
     }
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8", "power_sgd"])
 def test_microbatches_do_not_multiply_gradient_bytes(codec):
     single, four = (trainer_of(gradients(codec), rows=64, accumulate=count) for count in (1, 4))
@@ -449,7 +454,7 @@ def partitioners_own():
     return of
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in LOSSY])
 def test_codecs_send_nothing_over_model_axis(partitioners_own, codec):
     """Neither as traced, nor lowered, nor after the partitioner and the optimiser."""
@@ -458,6 +463,7 @@ def test_codecs_send_nothing_over_model_axis(partitioners_own, codec):
     assert partitioners_own("all_reduce", codec) == exact
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("codec", ["int8", "power_sgd"])
 def test_codecs_send_nothing_over_model_axis_with_reduce_scatter(partitioners_own, codec):
     assert partitioners_own("reduce_scatter", codec) == partitioners_own("reduce_scatter")
@@ -466,6 +472,7 @@ def test_codecs_send_nothing_over_model_axis_with_reduce_scatter(partitioners_ow
 # metrics -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_wire_bytes_are_a_metric_of_every_step():
     trainer = trainer_of(gradients("int8"))
     state, metrics = trainer.step(trainer.init(), batch())
@@ -495,7 +502,7 @@ def fitted(tmp_path, grads, steps=4, **options):
     return {record["step"]: record for record in records if "loss" in record}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.parametrize("start", [0, 2])
 def test_log_prints_bytes_of_each_step(tmp_path, start):
     trainer = trainer_of(gradients("int8", start_step=start))
@@ -518,6 +525,7 @@ def test_compression_ratio_is_relative_to_exact_reduction(reduction, layout, rat
     assert metrics.at(0)["compression_ratio"] == 1 and metrics.at(1)["compression_ratio"] == ratio
 
 
+@pytest.mark.system
 def test_callbacks_see_wire_bytes(tmp_path):
     seen = []
 
@@ -552,6 +560,7 @@ def test_model_conditional_counts_most_expensive_branch():
     assert "start_step" not in str(log)
 
 
+@pytest.mark.system
 def test_wire_bytes_change_at_start_step_and_after_resume():
     trainer = trainer_of(gradients("sign", start_step=2))
     state, seen, kept = trainer.init(), [], None
@@ -566,7 +575,7 @@ def test_wire_bytes_change_at_start_step_and_after_resume():
     assert trainer.step(kept, batch())[1]["wire_bytes"] == sparse, "an older state is known by its own step"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("codec", ["exact rules", "bfloat16", "top_k"])
 def test_diagnostics_add_three_metrics(tmp_path, codec):
     grads = gradients("int8" if codec == "exact rules" else codec, diagnostics=True)
@@ -600,7 +609,7 @@ def linear_trainer(grads, mesh, **layout):
     return spmd.Trainer(model, loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(quick=10, system=3)
 @pytest.mark.parametrize(
     "mesh, reduction, layout",
     [
@@ -642,7 +651,7 @@ def test_diagnostics_equal_true_error_and_residual_norm(mesh, reduction, layout,
         np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(norm), rtol=1e-5)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(quick=14, system=4)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
 def test_replicated_shards_are_bit_equal(codec, reduction):
@@ -662,6 +671,7 @@ def test_replicated_shards_are_bit_equal(codec, reduction):
     assert not wrong
 
 
+@pytest.mark.system
 def test_log_needs_no_extra_trace():
     traced = []
 
@@ -716,7 +726,7 @@ def test_updates_are_gathered_as_uint16_under_zero1():
         assert keys(collectives(lowered(trainer))) == logged(trainer.wire)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.system
 @pytest.mark.parametrize("layout", [{"default": Default("shard:data")}, {"optimizer": SHARED}], ids=["fsdp", "zero1"])
 def test_training_with_rounded_parameters_is_close(layout):
     losses = {}

@@ -124,6 +124,7 @@ def train(loop, tx, steps=4):
     return jax.tree.map(np.asarray, dict(run.params)), run.state
 
 
+@pytest.mark.sampled(quick=3)
 @every_loop
 def test_exact_is_pmean_bit_for_bit(loop):
     ours, _ = train(loop, optax.chain(wire.all_reduce("data"), ADAM))
@@ -150,7 +151,7 @@ def compare(codec):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=11, system=3)
 @every_loop
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_codec_loses_at_most_its_bound(loop, name):
@@ -193,6 +194,7 @@ def fitted():
     return fit
 
 
+@pytest.mark.sampled(quick=6)
 @every_loop
 @pytest.mark.parametrize("name", ["int8", "exact"])
 def test_a_loop_equals_fit_to_the_last_bit(loop, name, fitted):
@@ -208,6 +210,7 @@ def test_a_loop_equals_fit_to_the_last_bit(loop, name, fitted):
     assert distance(ours, other) > 1e-5
 
 
+@pytest.mark.sampled(quick=3)
 @every_loop
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_bytes_sent_are_those_of_the_loops_own_program(loop, name):

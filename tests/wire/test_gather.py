@@ -113,6 +113,7 @@ def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_
     assert np.abs(np.asarray(exact["kernel"]) - np.asarray(grads["kernel"])).max() > 1e-6
 
 
+@pytest.mark.system
 def test_temporaries_do_not_grow_with_the_number_of_layers():
     def temporaries(layers, width=64):
         shapes = jax.tree.map(

@@ -59,7 +59,7 @@ def published(steps, every, *, inner, fragments=1, overlap=0, mix=0.0):
     return outer
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=10, system=3)
 @pytest.mark.parametrize("options", [
     {"every": 1}, {"every": 3}, {"every": 4, "fragments": 2}, {"every": 4, "fragments": 3, "overlap": 2},
     {"every": 4, "fragments": 2, "overlap": 1, "mix": 0.5},
@@ -97,6 +97,7 @@ def test_every_1_with_plain_averaging_is_data_parallel_sgd():
     assert distance(ours, plain) < 1e-6
 
 
+@pytest.mark.system
 def test_int8_with_feedback_in_the_outer_gradients():
     exact, _ = train_local(wire.local_sgd("data", inner=optax.sgd(0.1), outer=OUTER, every=2), 6)
     tx = wire.local_sgd("data", inner=optax.sgd(0.1), outer=OUTER, every=2, codec=wire.int8(block=16), error_feedback=True)
@@ -128,6 +129,7 @@ def test_a_state_that_is_not_split_over_workers_is_refused():
         tx.update(make_params(), state)
 
 
+@pytest.mark.system
 def test_resumed_from_a_copy_it_ends_in_the_same_bits():
     tx = wire.local_sgd("data", inner=optax.adam(1e-2), outer=OUTER, every=3, fragments=2, overlap=1)
     params = make_params()

@@ -73,6 +73,7 @@ def spectrum(rows, columns, seed=0):
 # one step ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24), (12, 12), (3, 8, 4)], ids=str)
 def test_full_rank_mean_is_exact(shape):
     grads = random(4, *shape)

@@ -206,6 +206,7 @@ def test_registered_reduction_is_trained_planned_and_counted_by_a_layout_file(re
     assert not result.state.exchange
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("mesh", ["data=8", "node=2,data=4", "data=4,model=2"])
 def test_registered_reduction_has_the_options_of_the_layout_and_its_own_state(mesh, registered, tmp_path):
     axes = ("node", "data") if mesh.startswith("node") else ("data",)
@@ -222,6 +223,7 @@ def test_registered_reduction_has_the_options_of_the_layout_and_its_own_state(me
     assert 0 < np.abs(params_of(result) - params_of(usual)).max() < 1e-2
 
 
+@pytest.mark.system
 def test_state_of_a_registered_reduction_is_saved_and_restored(registered, tmp_path):
     layout = write_layout(tmp_path, '[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = true\n')
     uninterrupted = fit(layout)
@@ -233,6 +235,7 @@ def test_state_of_a_registered_reduction_is_saved_and_restored(registered, tmp_p
     np.testing.assert_array_equal(params_of(uninterrupted), params_of(resumed))
 
 
+@pytest.mark.system
 def test_residuals_of_a_registered_reduction_are_resplit_over_fewer_workers(registered, tmp_path):
     layout = write_layout(tmp_path, '[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = true\n')
     fit(layout, epochs=2, checkpoint=tmp_path / "run")

@@ -31,6 +31,7 @@ def train_from(tx, params, state, workers, batches, *, local=False):
     return jax.tree.map(np.asarray, params), state
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("before, after", [(8, 4), (4, 8), (8, 2), (6, 4), (4, 6)])
 def test_resplit_rows_keeps_the_mean_over_workers(before, after):
     rows = np.random.default_rng(0).normal(size=(before, 5)).astype(np.float32)
@@ -40,6 +41,7 @@ def test_resplit_rows_keeps_the_mean_over_workers(before, after):
     assert np.asarray(resplit_rows(jnp.asarray(rows, jnp.bfloat16), after)).dtype == jnp.bfloat16
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("before, after", [(8, 4), (2, 8), (4, 2)])
 def test_what_error_feedback_owes_is_paid_after_a_change_of_workers(before, after):
     """Summed over all steps, the applied means plus the mean residual are the true means."""
@@ -76,6 +78,7 @@ def test_what_error_feedback_owes_is_paid_after_a_change_of_workers(before, afte
     np.testing.assert_allclose(applied + rest, true, atol=1e-5)
 
 
+@pytest.mark.system
 def test_codecs_arrays_and_an_optimizers_moments_are_kept_as_they_are():
     tx = optax.chain(wire.all_reduce("data", wire.power_sgd(rank=2, min_compression=1.0), error_feedback=True), optax.adam(1e-2))
     params, state = train_from(tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3))
@@ -112,6 +115,7 @@ def test_local_sgd_keeps_the_mean_of_its_workers_parameters():
     assert 1e-4 < distance(continued, params) < 1
 
 
+@pytest.mark.system
 def test_what_cannot_be_resplit_is_refused():
     tx = optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2))
     state = wire.init(tx, make_params(), mesh_of(8))
@@ -134,6 +138,7 @@ def test_what_cannot_be_resplit_is_refused():
         wire.resplit(counting, dataclasses.replace(state, inner=inner), make_params(), mesh_of(4))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("tx", [
     optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)), wire.zero1("data", optax.adam(1e-2), **INT8),
     wire.local_sgd("data", inner=optax.adam(1e-2), outer=optax.sgd(1.0), every=2, **INT8),
@@ -144,6 +149,7 @@ def test_a_state_on_the_host_is_resplit_as_one_on_devices(tx):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("tx", [
     wire.all_reduce("data", **INT8),
     optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)),
@@ -161,6 +167,7 @@ def test_a_checkpoint_restored_without_a_template_is_refused_by_name(tx, tmp_pat
     wire.resplit(tx, state, make_params(), mesh_of(4))
 
 
+@pytest.mark.system
 def test_a_checkpoint_of_more_workers_than_devices_is_restored_and_resplit(tmp_path):
     tx = optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2))
     params, state = train_from(tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3))

@@ -90,7 +90,7 @@ MOMENTUM = optax.sgd(0.125, momentum=0.5)
 MODES = {"asynchronous": LATE, "bounded": BOUNDED, "softsync": SOFTSYNC, "compensated": COMPENSATED, "spares": SPARES, "synchronous": {}}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(system=3)
 @pytest.mark.optimized
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("codec", ["exact", "int8"])
@@ -101,7 +101,7 @@ def test_a_loop_by_hand_equals_fit_to_the_last_bit(mode, codec):
     assert_equals_fit(ours, state, theirs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.system
 @pytest.mark.optimized
 @pytest.mark.parametrize("mode, bound", [("bounded", 0.0), ("synchronous", 2.0**-22)])
 def test_adamw_equals_fit(mode, bound):
@@ -119,6 +119,7 @@ def test_modes_differ_and_so_do_codecs():
     assert all(distance(one, other) > 1e-5 for one, other in itertools.combinations(ends, 2))
 
 
+@pytest.mark.system
 def test_the_mean_is_over_those_who_are_present():
     """5 of 8 workers: fit divides a sum of gradients by 5 / 8 of 4 rows, the loop a mean of 4 rows by 5 / 8, rounded twice; 2^-24 each."""
     server = {"spares": 3, "compute_time": "exponential"}
@@ -128,6 +129,7 @@ def test_the_mean_is_over_those_who_are_present():
     assert distance(ours, by_hand({}, MOMENTUM)[0]) > 1e-3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 def test_the_loss_reaches_the_optimizer(mode):
     """As `value`: of the worker whose gradient is applied, or the mean."""
@@ -154,6 +156,7 @@ def test_workers_along_two_axes_are_the_same_workers():
         assert jax.tree.leaves(state.inner)[0].sharding.spec == jax.P(("host", "gpu"))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("mode", ["asynchronous", "softsync", "spares"])
 def test_parameters_are_equal_on_all_workers_and_no_step_is_compiled_twice(mode):
     clock = wire.server_clock(WORKERS, **MODES[mode])
@@ -173,6 +176,7 @@ def test_parameters_are_equal_on_all_workers_and_no_step_is_compiled_twice(mode)
         assert len({held[:, worker].tobytes() for worker in range(WORKERS)}) > 2, "workers have read different versions"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mode", ["asynchronous", "spares"])
 def test_resumed_from_a_copy_it_ends_in_the_same_bits(mode):
     clock = wire.server_clock(WORKERS, **MODES[mode])
@@ -191,6 +195,7 @@ def test_resumed_from_a_copy_it_ends_in_the_same_bits(mode):
     assert_same_bits(jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, again))
 
 
+@pytest.mark.system
 def test_what_the_change_loses_by_rounding_does_not_add_up():
     """The loop's parameters are within one rounding of the servers', however many rounds there were."""
     ours, state = by_hand(LATE, optax.sgd(0.3), steps=20)
@@ -203,6 +208,7 @@ def test_what_the_change_loses_by_rounding_does_not_add_up():
 # what is sent -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("mode", ["asynchronous", "softsync", "spares"])
 @pytest.mark.parametrize("codec", [wire.exact(), wire.int8(block=16)], ids=["exact", "int8"])
 def test_bytes_sent_are_those_of_the_loops_own_program(mode, codec):
@@ -231,6 +237,7 @@ def test_events_before_the_first_arrival_of_a_round_do_not_exist():
 # with other transformations ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_in_a_chain_events_and_local_params_are_found():
     server, clip = {**LATE, "compute_time": "constant"}, optax.clip_by_global_norm(0.1)
     clock = wire.server_clock(WORKERS, **server)
@@ -357,6 +364,7 @@ def test_a_state_is_not_resplit_and_the_fix_works():
     assert jax.tree.leaves(wire.init(make_tx(4), jax.device_get(params), half))
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("server", [LATE, {}], ids=["asynchronous", "synchronous"])
 def test_gradients_of_bfloat16_arrive_and_integers_are_refused(server):
     clock = wire.server_clock(WORKERS, **server)

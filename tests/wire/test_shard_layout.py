@@ -83,6 +83,7 @@ def rows_at(x, axes, spec):
     return np.stack(rows)
 
 
+@pytest.mark.sampled(quick=3)
 @every_layout
 def test_to_rows_gives_each_worker_its_elements(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
@@ -92,6 +93,7 @@ def test_to_rows_gives_each_worker_its_elements(axes, shape, spec):
     assert sorted(rows[rows != 0]) == sorted(x.reshape(-1))  # every element has one owner
 
 
+@pytest.mark.sampled(quick=3)
 @every_layout
 def test_from_rows_inverts_to_rows(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
@@ -117,6 +119,7 @@ def test_shards_are_in_the_order_of_the_axes(axes, shape, spec):
         assert np.array_equal(pieces[number(at, layout.sharded_axes, axes)], piece.reshape(-1))
 
 
+@pytest.mark.sampled(quick=3)
 @every_layout
 def test_join_rows_gives_shard(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
@@ -126,6 +129,7 @@ def test_join_rows_gives_shard(axes, shape, spec):
         assert np.array_equal(layout.join_rows(jnp.asarray(rows[sharing])), piece_at(x, axes, spec, at))
 
 
+@pytest.mark.sampled(quick=3)
 @every_layout
 def test_local_shard_equals_jax_placement(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from spmd import wire
 from spmd.errors import CommunicationError, OptimizerError, OptionError
+from tests.compare import assert_close
 
 ROWS, WORKERS = 32, 8
 CODECS = {
@@ -87,6 +88,7 @@ def distance(one, other):
 # the mean ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_exact_all_reduce_works_where_shard_map_tracks_replication():
     def step(params, batch):
         grads = jax.grad(lambda params: loss_of(params, batch))(jax.lax.pcast(params, "data", to="varying"))
@@ -98,6 +100,7 @@ def test_exact_all_reduce_works_where_shard_map_tracks_replication():
         np.testing.assert_allclose(grad, full[path], atol=1e-6)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", CODECS)
 def test_codec_loses_at_most_its_bound_and_all_workers_agree(name):
     codec = CODECS[name]
@@ -136,7 +139,7 @@ def test_reduce_scatter_gives_each_worker_its_shard_and_all_gather_joins_them():
     full, shapes = mapped(grads)
     assert [int(n) for n in shapes["up"]] == [16, 4] and [int(n) for n in shapes["bias"]] == [3]  # no dim of 3 to shard
     for path, grad in grads.items():
-        np.testing.assert_allclose(full[path], grad.mean(0), rtol=1e-6)
+        assert_close(full[path], grad.mean(0))
 
 
 def test_hierarchical_sends_less_between_hosts_and_reaches_the_mean():
@@ -159,6 +162,7 @@ def test_hierarchical_sends_less_between_hosts_and_reaches_the_mean():
 # what is sent -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_warm_up_sends_exactly_first():
     tx = wire.all_reduce("data", wire.int8(block=16), start_step=2)
     mixed, _ = train(optax.chain(tx, optax.adam(1e-2)), steps=2)
@@ -185,7 +189,7 @@ def test_codecs_by_path_and_memory_in_bfloat16():
 # optax's wrappers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("wrap", [
     lambda comm: optax.chain(comm, optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     lambda comm: optax.chain(comm, optax.apply_if_finite(optax.adam(1e-2), 3)),
@@ -331,6 +335,7 @@ def test_how_many_workers_must_be_known():
     assert wire.all_reduce("data", wire.int8(), error_feedback=True).init(on_mesh).memory
 
 
+@pytest.mark.system
 def test_importing_wire_imports_no_layout_loop_or_launcher():
     script = "import sys, spmd.wire; print(sorted({name.split('.')[1] for name in sys.modules if name.startswith('spmd.')}))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300).stdout

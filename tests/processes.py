@@ -1,0 +1,15 @@
+"""The environment of processes that tests start: they compile as the test does, and import this checkout."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """Return the variables for a process that a test starts: those of this process, without its simulated devices, and `variables`.
+
+    `conftest.py` keeps the options of the compiler up to date: most tests, and what they start, compile with few optimizations.
+    """
+    own = {"XLA_FLAGS": os.environ["SPMD_TEST_FLAGS"], "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
+    return os.environ | own | {name: str(value) for name, value in variables.items()}
