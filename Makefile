@@ -1,11 +1,26 @@
-# `make demo` and `make test` need only Python >= 3.11. Each target sets up .venv first.
+# `make demo` and `make test` need only Python >= 3.11. Each target first installs what it needs into .venv, once.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 WORKERS ?= 2
 TESTS ?=
 NAMES ?=
-STAMP := $(VENV)/.installed
+
+# Installed: the packages of the examples, those of the tests too, and those of the checks and the documentation too.
+EXAMPLES := $(VENV)/.examples
+TEST := $(VENV)/.test
+DEV := $(VENV)/.dev
+
+# $(call install,EXTRA,WHAT IT BRINGS)
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "spmd needs Python 3.11 or newer; this is %d.%d" % sys.version_info[:2])'
+	@echo "installing into $(VENV): spmd, JAX, Flax and $(2) ..."
+	@began=$$(date +%s); \
+	    { [ -x $(RUN) ] || $(PYTHON) -m venv $(VENV); } && \
+	    $(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$(1)]' && \
+	    echo "installed in $$(($$(date +%s) - began)) s"
+	@touch $@
+endef
 
 .PHONY: demo test test-system test-all check docs notebooks soak bench published clean help
 
@@ -22,47 +37,52 @@ help:
 	@echo "make published    plans of published runs, against what was measured; needs '.[gpu-compiler]'"
 	@echo "make clean        remove .venv, runs and what was built"
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "spmd needs Python 3.11 or newer; this is %d.%d" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	touch $(STAMP)
+$(EXAMPLES): pyproject.toml
+	$(call install,examples,what the examples need (scikit-learn and matplotlib; 650 MB in all))
 
-demo: $(STAMP)
-	$(RUN) examples/demo.py
+$(TEST): pyproject.toml
+	$(call install,test,what the tests need (1.3 GB in all))
+	@touch $(EXAMPLES)
+
+$(DEV): pyproject.toml
+	$(call install,dev,what checks and documentation need (1.6 GB in all))
+	@touch $(EXAMPLES) $(TEST)
+
+demo: $(EXAMPLES)
+	@$(RUN) examples/demo.py
 
 # TESTS="tests/wire tests/train" runs a part.
-test: $(STAMP)
+test: $(TEST)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not system" $(TESTS)
 
-test-system: $(STAMP)
+test-system: $(DEV)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "system and not slow" $(TESTS)
 
-test-all: $(STAMP)
+test-all: $(DEV)
 	SPMD_TEST_OPTIMIZED=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-check: $(STAMP)
+check: $(DEV)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) tools/words.py
 	$(RUN) -m pyright
-	$(RUN) -m pytest tests/test_architecture.py
+	$(RUN) -m pytest tests/test_architecture.py tests/test_tolerances.py
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-docs: $(STAMP)
+docs: $(DEV)
 	$(RUN) -m mkdocs build --strict
 
 # One after the other, each in a process: which one, and how long it took.
-notebooks: $(STAMP)
+notebooks: $(DEV)
 	$(RUN) tools/notebooks.py $(NAMES)
 
-soak: $(STAMP)
+soak: $(DEV)
 	$(RUN) tests/distributed/soak.py --minutes 20 --seed 0 --compare
 
-bench: $(STAMP)
+bench: $(DEV)
 	$(RUN) benchmarks/step_overhead.py
 
-published: $(STAMP)
+published: $(DEV)
 	$(RUN) benchmarks/published/run.py
 	$(RUN) benchmarks/published/sites.py
 

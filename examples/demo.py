@@ -1,4 +1,4 @@
-"""The program of `make demo`: train a CNN on real digits over eight simulated devices with a layout file, in well under a minute.
+"""The program of `make demo`: train a CNN on real digits over eight simulated devices with a layout file, in half a minute.
 
     python examples/demo.py --layout layouts/fsdp.toml --mesh data=8
 
@@ -44,10 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     loss, metrics = spmd.losses.cross_entropy, {"accuracy": spmd.metrics.accuracy}
     trainer = spmd.Trainer(make_model, loss=loss, optimizer=optimizer, mesh=args.mesh, layout=args.layout)
-    print(trainer.summary(), flush=True)
+    table, _, _ = trainer.summary().rpartition("\n\n")  # how many parameters there are, `fit` says
+    print(f"A CNN learns {len(train['label'])} real images of digits on {args.devices} simulated devices, each with a part of it:\n")
+    print(f"{table}\n", flush=True)
 
     folder = fresh_folder(args.runs)
-    print(f"\n{len(train['label'])} real images to train on, {len(test['label'])} to test with; results go to {folder}\n", flush=True)
     result = spmd.fit(
         make_model,
         train,
@@ -65,7 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     accuracy = result.evaluate(test)["accuracy"]
     viz.curve(result.history, folder / "curve.png")
     viz.report(result, folder / "report.html", title="Digits on a simulated mesh", checkpoint=folder)
-    print(f"\ntest accuracy {accuracy:.4f} after {time.monotonic() - started:.0f} s; read {folder / 'report.html'}")
+    print(f"\n{result.history}\n")
+    print(f"test accuracy {accuracy:.4f}, of {len(test['label'])} images that it was not trained on")
+    print(f"trained at {result.samples_per_second:,.0f} images per second; {time.monotonic() - started:.0f} s from start to end\n")
+    print(f"next: {folder / 'report.html'}   this run: curves, layout, where the time went")
+    print("      examples/digits_cnn.py   the model; --layout and --mesh choose another layout")
+    print("      docs/tour.md   the library in ten minutes")
     if accuracy < GOAL:
         print(f"demo: test accuracy {accuracy:.4f} is below {GOAL}.", file=sys.stderr)
         return 1

@@ -39,6 +39,7 @@ def _is_list_of_numbers(tree) -> bool:
 
 
 def _relative_difference(actual: np.ndarray, expected: np.ndarray, path: str) -> float:
+    expected = np.broadcast_to(expected, actual.shape) if expected.ndim == 0 else expected
     assert actual.shape == expected.shape, f"{path}: {actual.shape} and {expected.shape}"
     if np.array_equal(actual, expected):  # infinities too
         return 0.0

@@ -97,7 +97,7 @@ CASES = {  # processes of each host, what is done to which hosts, step, source
 }
 
 
-@pytest.mark.sampled(system=2)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if number > 3 else ()) for number, name in enumerate(CASES)])
 def test_killed_processes_resume_from_memory_with_the_same_bits(hosts, start, undisturbed, tmp_path, name):
     processes, harm, victims, step, source = CASES[name]

@@ -47,7 +47,7 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
 
 
 def test_demo_says_when_it_fails_and_keeps_earlier_runs(demo, tmp_path, monkeypatch, capsys):
-    poor = types.SimpleNamespace(history=None, evaluate=lambda data: {"accuracy": 0.5})
+    poor = types.SimpleNamespace(history=None, evaluate=lambda data: {"accuracy": 0.5}, samples_per_second=1.0)
     monkeypatch.setattr(demo.spmd, "fit", lambda *arguments, **options: poor)
     for name in "curve", "report":
         monkeypatch.setattr(demo.viz, name, lambda *arguments, **options: None)

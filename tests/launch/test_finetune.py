@@ -276,7 +276,7 @@ def stopped(arguments, how):
         process.stdout.close()
 
 
-@pytest.mark.sampled(system=2)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
 def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed, data, tmp_path):
     out, run = tmp_path / "tuned", tmp_path / "run"

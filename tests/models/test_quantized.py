@@ -57,7 +57,7 @@ def nf4_in_numpy(kernel):
     return restored, codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("transform", ["none", "jit", "vmap", "scan"])
 def test_nf4_equals_numpy(kernel, transform):
     restored, packed = nf4_in_numpy(kernel)

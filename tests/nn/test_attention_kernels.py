@@ -122,7 +122,7 @@ def expected(name):
     return with_gradients(reference, *inputs(), **OPTIONS[name])
 
 
-@pytest.mark.sampled(quick=14, system=4)
+@pytest.mark.sampled(quick=17, system=7)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("implementation", ["chunked", "xla"])
 def test_equals_the_plain_softmax(name, implementation, monkeypatch):

@@ -39,7 +39,7 @@ def total(x, kept):
     return jnp.sum(x**2) + jnp.sum(jnp.sin(kept["mean"]) * jnp.arange(len(kept["mean"])))
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):

@@ -47,7 +47,7 @@ def product(x, w, dims, of_x, of_w):
     return np.einsum(equation, rounded(x, contracted, of_x), rounded(w, dims[0][1], of_w))
 
 
-@pytest.mark.sampled(quick=5, system=2)
+@pytest.mark.sampled(quick=7, system=2)
 @pytest.mark.parametrize("name", DIMS)
 @pytest.mark.parametrize(("products", "dtype"), [("bfloat16", jnp.bfloat16), ("int8", jnp.int8), ("float8", jnp.float8_e4m3fn)])
 def test_product_is_that_of_rounded_factors(name, products, dtype):

@@ -220,7 +220,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(system=2)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(("model", "layout", "mesh", "options"), CASES, ids=lambda case: str(case)[:20])
 def test_fit_equals_fit_without_the_table(model, layout, mesh, options, monkeypatch):
     """On eight devices, with several tiles; to 1e-5 of the largest number of each parameter."""

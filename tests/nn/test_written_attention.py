@@ -231,7 +231,7 @@ ALONE = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("name", ALONE)
 def test_is_left_as_it_is_written(name):
     """And a note says why."""
@@ -428,7 +428,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=6)
 @pytest.mark.parametrize(("model", "layout", "mesh", "options"), CASES, ids=lambda case: str(case)[:40])
 def test_training_equals_that_without_the_table(model, layout, mesh, options, monkeypatch):
     """On eight devices, with several tiles; the notes name the attention."""

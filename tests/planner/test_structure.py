@@ -235,7 +235,7 @@ TRAINED = {"a transformer": CASES["a transformer"], "scanned": CASES["scanned"],
 TRAINED["convolutions"] = (ConvNet, IMAGES, None)
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=8)
 @pytest.mark.parametrize("name", ["tensor_parallel", "fsdp_tensor_parallel"])
 @pytest.mark.parametrize(("model", "batch", "expected"), TRAINED.values(), ids=TRAINED.keys())
 def test_training_equals_one_device(name, model, batch, expected):

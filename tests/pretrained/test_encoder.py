@@ -102,7 +102,7 @@ def norm_only():
     return optax.GradientTransformation(lambda params: {"norm": jnp.zeros(())}, update)
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=8)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -134,7 +134,7 @@ def test_cached_logits_equal_uncached_ones(name):
     assert np.abs(np.concatenate(parts, axis=1) - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("layout", ["fsdp", "tensor_parallel", "pipeline"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
 def test_greedy_decoding_of_sharded_weights(name, layout):
@@ -157,7 +157,7 @@ def test_cache_stays_where_it_lies():
     assert set(communicated) == {"all-reduce"} and len(communicated) <= 4
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_saved_files_equal_those_loaded(name, tmp_path):
     save(load(FIXTURES / name), tmp_path / "saved")
@@ -207,7 +207,7 @@ def layout_cases():
             yield pytest.param(name, layout, marks=mark, id=f"{name}-{layout}")
 
 
-@pytest.mark.sampled(system=4)
+@pytest.mark.sampled(system=7)
 @pytest.mark.parametrize(("name", "layout"), list(layout_cases()))
 def test_layouts_equal_transformers(name, layout):
     where = {"mesh": LAYOUTS[layout], "layout": layout.partition(":")[0]}

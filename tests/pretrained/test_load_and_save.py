@@ -62,7 +62,7 @@ def layer_arrays(module, kind, layer):
     return {path: leaf[layer // 2] for path, leaf in inside.items()} if home.startswith("stack") else inside
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_load_gives_the_arrays_and_save_the_same_bytes(kind, dtype, tmp_path):

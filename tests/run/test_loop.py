@@ -24,7 +24,7 @@ def whole_numbers(count):
     return {"x": np.ones((count, FEATURES), np.float32), "y": np.arange(count, dtype=np.float32)[:, None]}
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("count", [96, 88, 70], ids=["whole batches", "a short one that divides", "a short one that does not"])
 @pytest.mark.parametrize("kept", [False, True], ids=["from the host", "resident"])
 def test_a_short_last_batch_is_weighed_by_its_rows(count, kept):

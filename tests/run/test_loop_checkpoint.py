@@ -43,7 +43,7 @@ def undisturbed(layout):
     return host(train(trainer, trainer.init(), 6))
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("layout", ["fsdp", "data_parallel", "zero1", "parameter_server"])
 def test_saved_loop_continues_bit_for_bit(layout, tmp_path):
     """Saved, consumed by the next step, and read by another trainer."""
@@ -76,7 +76,7 @@ def all_steps(kind):
     return [(info.step, info.metrics["loss"], host(info.state)) for info in trainer_on("data=8", "fsdp").steps(data, epochs=3, **options)]
 
 
-@pytest.mark.sampled(system=2)
+@pytest.mark.sampled(system=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_steps_resume_at_their_position(kind, stop, tmp_path):

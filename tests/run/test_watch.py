@@ -107,7 +107,7 @@ def plain(tmp_path_factory):
     return histograms(folder)[1]
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_histograms_are_those_of_one_device(name, plain, tmp_path):
     mesh, layout = LAYOUTS[name]

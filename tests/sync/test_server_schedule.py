@@ -91,7 +91,7 @@ def same(left, right):
 # every round, by what its words mean ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @every_late
 def test_round_is_concurrent_and_staleness_equals_replay(words):
     workers, rounds = 6, simulate(6, 400, **words)
@@ -117,7 +117,7 @@ def test_round_is_concurrent_and_staleness_equals_replay(words):
     assert version > 100
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @every_late
 def test_each_gradient_takes_next_time_of_its_worker(words):
     workers, rounds = 6, simulate(6, 400, **words)
@@ -139,7 +139,7 @@ def test_each_gradient_takes_next_time_of_its_worker(words):
     assert [r.end for r in rounds] == log.time[ends].tolist()
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @every_late
 def test_worker_computes_exactly_after_reading(words):
     """One gradient for every read, but for `fetch_every`, where so many are of one read."""
@@ -155,7 +155,7 @@ def test_worker_computes_exactly_after_reading(words):
     assert len(set(log.worker)) == workers
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @every_late
 def test_update_is_mean_of_scaled_gradients(words):
     workers, server = 6, declare(**words)
@@ -173,7 +173,7 @@ def test_update_is_mean_of_scaled_gradients(words):
     assert np.array_equal(log.applied, log.staleness <= limit if limit is not None else np.ones_like(log.applied))
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize("words", [{"mode": "asynchronous"}, {"mode": "softsync", "splits": 2}], ids=lambda words: words["mode"])
 @pytest.mark.parametrize("scale", ["exp(3)", "exp(10)", "exp(50)", "power(30)", "power(1000)"])
 def test_tiny_rate_is_clamped(words, scale):
@@ -332,7 +332,7 @@ def test_delayed_descent_is_stable_up_to_its_limit(tau):
     assert descend(tau, 1.02 * limit) > 100
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("step", [0.2, 0.5, 0.9, 0.98])
 @pytest.mark.parametrize("tau", [1, 4, 16])
 def test_inverse_scaling_is_stable_at_every_staleness(tau, step):
@@ -398,7 +398,7 @@ def test_synchronous_step_includes_network_time():
 # bounded -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("times", [*TIMES, (1.0, 1.1, 5.0, 0.2)], ids=str)
 def test_bounded_reader_is_within_bound(times, bound):
@@ -481,7 +481,7 @@ def test_synchronous_warmup_uses_first_worker(spares):
 SLOW = {"bandwidth": "80Mb/s", "latency": "50ms"}  # 0.1 s for each gradient, so that 8 workers of about 1 s use most of the link
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}], ids=str)
 @pytest.mark.parametrize("times", TIMES)
 def test_gradients_queue_for_network(times, network):

@@ -50,7 +50,7 @@ def events_of(times, workers=WORKERS, sent=BYTES, **words):
 # time ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @every_link
 @every_mode
 def test_spans_of_a_worker_do_not_overlap(trace, words, network):
@@ -126,7 +126,7 @@ def test_local_sgd_workers_wait_at_synchronizations(trace, mode):
 # what became of gradients --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @every_link
 @every_mode
 def test_statistics_count_gradients_of_rounds(trace, words, network):
@@ -214,7 +214,7 @@ def test_fragments_are_sent_separately(trace):
 # asking --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @every_mode
 def test_statistics_do_not_change_events(trace, words):
     events = events_of(trace, network=LINK, **words)
@@ -230,7 +230,7 @@ def test_invalid_steps(steps):
         ServerStatistics.of(events_of("constant"), steps)
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @every_mode
 def test_statistics_past_end_of_trace(trace, words):
     assert ServerStatistics.of(events_of(trace, **words), ROWS).steps == ROWS  # all of it can be simulated

@@ -68,7 +68,7 @@ CASES = [
 ]
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(
     ("name", "layout", "mesh", "reduction"),
     [

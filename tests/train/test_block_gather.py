@@ -120,7 +120,7 @@ class Detached(Net):
         return self.out(x) + 0 * jax.lax.stop_gradient(self.blocks[3](y)).sum(-1, keepdims=True)
 
 
-@pytest.mark.sampled(system=4)
+@pytest.mark.sampled(system=7)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_gathered_one_by_one_train_as_on_one_device(case):
     options = {"net": lambda: Net()} | CASES[case]
@@ -148,7 +148,7 @@ def start(trainer, steps=3):
     return state
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(("accumulate", "mode"), [(1, "auto"), (2, "reduced"), (2, "local")])
 def test_a_lossy_codec_keeps_what_it_loses_of_a_block(accumulate, mode):
     check_residual(KERNEL, lambda: Net(), "int8", accumulate, mode)

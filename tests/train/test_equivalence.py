@@ -43,7 +43,7 @@ def cases():
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=marks)
 
 
-@pytest.mark.sampled(quick=7)
+@pytest.mark.sampled(quick=7, system=2)
 @pytest.mark.parametrize(("name", "layout", "mesh", "step"), list(cases()))
 def test_equals_one_device(name, layout, mesh, step):
     chosen = layout_for(layout, MESHES[mesh], step)

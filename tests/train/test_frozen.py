@@ -119,7 +119,7 @@ def only_head(optimizer):
     return optax.multi_transform({"head": optimizer, "rest": optax.set_to_zero()}, labels)
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "parameter server"])
 def test_included_parameters_train_as_with_multi_transform(name):
     trainer, everything = trainer_of(name, HEAD), trainer_of(name, optimizer=only_head(optax.adam(1e-2)))
@@ -153,7 +153,7 @@ STACKS_AND_LISTS = [(name, False) for name in FLOAT_LAYOUTS]
 STACKS_AND_LISTS += [(name, True) for name in FLOAT_LAYOUTS if not LAYOUTS[name]["layout"].pipeline.axis]  # a pipeline is made of a stack
 
 
-@pytest.mark.sampled(quick=45, system=4)
+@pytest.mark.sampled(quick=45, system=8)
 @pytest.mark.parametrize("kept", [None, "int8", "nf4"])
 @pytest.mark.parametrize(("name", "blocks"), STACKS_AND_LISTS)
 def test_adapters_train_alike_under_every_layout(name, kept, blocks):

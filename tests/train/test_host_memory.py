@@ -64,7 +64,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_moments_on_the_host_train_to_the_same_bits(name):
     mesh = {"tensor_parallel": "data=4,model=2", "hierarchical_int8": None}.get(name, "data=8")
@@ -79,7 +79,7 @@ def test_moments_on_the_host_train_to_the_same_bits(name):
     assert set(kinds(states["device"]).values()) == {"device"} and list(others).count("pinned_host") == 8
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("resident", [False, True])
 def test_checkpoints_restore_across_memories(tmp_path, resident):
     def fit(memory, steps, **options):

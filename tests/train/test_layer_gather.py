@@ -137,7 +137,7 @@ CODECS = {
 }
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=7)
 @pytest.mark.parametrize(("accumulate", "mode"), [(1, "auto"), (2, "reduced"), (2, "local")])
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate, mode):
@@ -168,7 +168,7 @@ def check_residual(path, net, codec, accumulate, mode="auto"):
     np.testing.assert_allclose(applied - residual.mean(0), true, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(system=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.5, 0.0])
 def test_recurrent_layers_are_gathered_one_by_one(dropout):
     layer, one = (
@@ -217,7 +217,7 @@ ACCUMULATED = {
 }
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=7)
 @pytest.mark.parametrize("case", ACCUMULATED)
 @pytest.mark.parametrize("mode", ["local", "reduced"])
 def test_gradients_of_microbatches_are_those_of_one_device(mode, case):

@@ -186,7 +186,7 @@ CASES = [
 ]  # servers have rows, of which most would compute otherwise
 
 
-@pytest.mark.sampled(system=7)
+@pytest.mark.sampled(system=17)
 @pytest.mark.parametrize(("optimizer", "name", "matrices"), CASES, ids=["-".join(case) for case in CASES])
 def test_equals_one_device(optimizer, name, matrices):
     trainer = trainer_of(OPTIMIZERS[optimizer], name, matrices)
@@ -495,7 +495,7 @@ PLACED = {  # experts of layers, on a mesh data=4,model=2: the most matrices of 
 }
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=5)
 @pytest.mark.parametrize(("spec", "most"), PLACED.values(), ids=PLACED)
 @pytest.mark.parametrize("optimizer", [MUON(), pytest.param(shampoo(0.02), marks=SYSTEM)], ids=["muon", "shampoo"])
 def test_experts_of_layers_have_owners(optimizer, spec, most):
@@ -514,7 +514,7 @@ def test_experts_of_layers_have_owners(optimizer, spec, most):
     assert groups[-1:] == [Group((16, 16), 24, most)]
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_random_keys_of_an_optimizer_train():
     for rest in (optax.contrib.muon(0.02), optax.sgd(0.02)):
         optimizer = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(0)), rest)
@@ -710,6 +710,7 @@ def test_layers_of_pipelines_have_owners_on_their_stage(case):
     assert sent and all("stage" not in op.axes for op in sent if op.shape[-3:] == (1, 8, 24)), "layers stay on their stage"
 
 
+@pytest.mark.slow
 @SYSTEM
 def test_checkpoints_of_owners_are_those_of_any_layout(tmp_path):
     """Four steps, of which the last two are on another mesh, with and without owners."""
@@ -756,6 +757,7 @@ def test_average_of_weights_that_owners_update():
     assert relative_difference(*averages) < 1e-5
 
 
+@pytest.mark.sampled(system=2)
 @SYSTEM
 @pytest.mark.parametrize("matrices", ["owner", "compiler"])
 def test_owners_of_a_resumed_run_change_nothing(matrices, tmp_path, caplog):

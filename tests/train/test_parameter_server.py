@@ -191,7 +191,7 @@ def test_an_update_is_of_the_workers_that_were_waited_for_and_nothing_else(poiso
     assert all(np.abs(served_params[path] - plain_params[path]).max() < 1e-6 for path in served_params)
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("kept, spares, seconds", [(96, 0, 5.147), (96, 4, 3.104), (90, 10, 2.258)])
 def test_a_hundred_workers_on_one_device_step_in_the_time_of_the_last_one_that_is_waited_for(kept, spares, seconds):
     """A worker is a row. The seconds are H(N + b) - H(b); the largest of many Exp(1) has a sigma of 1.28, so 0.4 % over 4,000 steps."""

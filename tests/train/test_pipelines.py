@@ -349,7 +349,7 @@ def summed(model, batch):
     return losses.sum(), losses.size
 
 
-@pytest.mark.sampled(system=2)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("loss", [None, summed])
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "circular", "groups": 2}], ids=str)
 def test_evaluation_and_prediction_of_any_number_of_rows(options, loss):

@@ -101,7 +101,7 @@ def alone(products):
     return train(trainer_of(products, **ONE))
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=7)
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.system) for name in MESHES])
 def test_int8_does_not_depend_on_the_mesh(name):
     """Scales are of rows of activations, and of columns of weights; gradients are plain ones."""
@@ -109,7 +109,7 @@ def test_int8_does_not_depend_on_the_mesh(name):
     assert furthest(train(trainer_of("int8", **MESHES[name])), wanted) < SAME < 1e-4 < furthest(wanted, plain)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_float8_does_not_depend_on_where_weights_are():
     """Gradients have a scale for the rows of a worker, so meshes with other workers differ by what float8 rounds."""
     wanted, plain = train(trainer_of("float8", mesh="data=4")), train(trainer_of(None, mesh="data=4"))

@@ -108,7 +108,7 @@ POLICIES = {
 REFERENCE: dict = {}
 
 
-@pytest.mark.sampled(system=4)
+@pytest.mark.sampled(system=5)
 @pytest.mark.parametrize("gather", ["full", "layer"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recomputing_changes_no_result(policy, gather):
@@ -133,7 +133,7 @@ def test_policies_keep_what_they_say():
     assert count["nothing"] == kept + 2, "scores, and the product in front of them"
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize("gather", ["full", "layer"])
 @pytest.mark.parametrize(
     "policy, shapes",

@@ -181,7 +181,7 @@ def check_spike(states, metrics, reference, tolerance):
         np.testing.assert_allclose(column(metrics, name), column(reference[1], name), rtol=2e-5)
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("place", PLACES)
 def test_spike_of_one_worker_is_skipped_everywhere(place):
     check_spike(*train(trainer_on(*PLACES[place])), alone(), 2e-6)
@@ -333,7 +333,7 @@ def exact():
     return masters("float32", "data=1")
 
 
-@pytest.mark.sampled(system=4)
+@pytest.mark.sampled(system=7)
 @pytest.mark.parametrize("place", ["data_parallel-1", *PLACES])
 def test_float16_trains_as_float32_on_a_mesh(place):
     layout, mesh = PLACES.get(place, ("data_parallel", "data=1"))
@@ -357,7 +357,7 @@ def test_float16_without_a_scale_loses_small_gradients():
     assert abs(ways["scaled"] / ways["float32"] - 1) < 0.02 and ways["not scaled"] == 0
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("place", PLACES)
 def test_overflow_of_one_worker_is_skipped_everywhere_and_halves_the_scale(place):
     trainer = trainer_on(*PLACES[place], **HALF)
@@ -369,7 +369,7 @@ def test_overflow_of_one_worker_is_skipped_everywhere_and_halves_the_scale(place
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[-1].params))
 
 
-@pytest.mark.sampled(system=2)
+@pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("gather", ["full", "layer"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_residuals_do_not_depend_on_the_scale(gather, accumulate):
@@ -395,7 +395,7 @@ def found(place):
     return column(metrics, "skipped"), column(metrics, "loss_scale"), flatten(states[-1].params)
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("place", PLACES)
 def test_float16_finds_the_same_scale_on_every_mesh(place):
     skipped, scales, params = found(place)

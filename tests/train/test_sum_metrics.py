@@ -45,7 +45,7 @@ def area(logits, labels):
     return np.mean([(p > n) + (p == n) / 2 for p in positive for n in negative])
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
 @pytest.mark.parametrize("batch_size", [50, 16])
 @pytest.mark.parametrize("model", [LOGITS, CLASSES], ids=["one logit", "two classes"])
@@ -81,7 +81,7 @@ TEXT = {"tokens": TOKENS, "targets": (TOKENS + 1) % 7, "mask": DRAW.integers(0, 
 BIGRAM = spmd.FunctionalModel(lambda key: {"w": jax.random.normal(key, (7, 7))}, lambda params, tokens: params["w"][tokens])
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
 @pytest.mark.parametrize("options", [{}, {"mask": "mask"}, {"ignore": 3}], ids=["all", "mask", "ignore"])
 def test_perplexity_is_exp_of_the_mean_loss(options, mesh, layout):

@@ -243,7 +243,7 @@ KINDS = {
 }
 
 
-@pytest.mark.system
+@pytest.mark.sampled(system=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
     model, options = KINDS[kind]

@@ -242,7 +242,7 @@ def test_the_symbolic_zeros_of_integers_are_refused():
         jax.jit(mapped)({"w": jnp.ones(3), "n": jnp.ones(3, jnp.int32)})
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("codec", [wire.exact(), INT8, wire.bfloat16(), wire.float8(block=16), wire.sign(block=16), wire.top_k(keep=0.2)])
 def test_a_nan_of_one_worker_reaches_all_and_leaves_no_trace_in_the_residuals(codec):
     tx = wire.all_reduce("data", codec, error_feedback=not codec.lossless)
@@ -443,7 +443,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_more_wrappers_of_optax_work_as_with_pmean(name):
     wrap = WRAPPERS[name]

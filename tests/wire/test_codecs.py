@@ -245,7 +245,7 @@ def crossing(case, slot, paths):
 # the mean ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=3, system=2)
+@pytest.mark.sampled(quick=3, system=5)
 @every_case
 def test_mean_error_is_within_codec_bound(case):
     # A bucket x_i on worker i, e the codec's error, C(x) one encoding: |C(x) - x| <= e |x|.

@@ -254,7 +254,7 @@ def test_log_has_exactly_the_collectives_of_lowered_step(mesh, codec, reduction)
     assert scattered == bool((reduction == "reduce_scatter" and codec in ("exact", "power_sgd")) or (inside and codec in ROWS))
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8"])
 def test_log_equals_program_with_gathers_per_microbatch(codec, accumulate):
@@ -337,7 +337,7 @@ def test_power_sgd_share_of_gpt_matrices(sizes, most):
     assert rest == sum(2 * 7 * nbytes // 8 for nbytes in vectors)
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in ROWS])
 def test_compressed_gradients_are_not_sent_as_float32(codec, reduction):
@@ -609,7 +609,7 @@ def linear_trainer(grads, mesh, **layout):
     return spmd.Trainer(model, loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout)
 
 
-@pytest.mark.sampled(quick=10, system=3)
+@pytest.mark.sampled(quick=11, system=3)
 @pytest.mark.parametrize(
     "mesh, reduction, layout",
     [
@@ -651,7 +651,7 @@ def test_diagnostics_equal_true_error_and_residual_norm(mesh, reduction, layout,
         np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(norm), rtol=1e-5)
 
 
-@pytest.mark.sampled(quick=14, system=4)
+@pytest.mark.sampled(quick=14, system=5)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
 def test_replicated_shards_are_bit_equal(codec, reduction):

@@ -151,7 +151,7 @@ def compare(codec):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.sampled(quick=11, system=3)
+@pytest.mark.sampled(quick=11, system=4)
 @every_loop
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_codec_loses_at_most_its_bound(loop, name):
@@ -210,7 +210,7 @@ def test_a_loop_equals_fit_to_the_last_bit(loop, name, fitted):
     assert distance(ours, other) > 1e-5
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=4)
 @every_loop
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_bytes_sent_are_those_of_the_loops_own_program(loop, name):

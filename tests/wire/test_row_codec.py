@@ -68,7 +68,7 @@ WHERE = {
 }
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("mesh, specs, inside", WHERE.values(), ids=WHERE.keys())
 def test_lossless_codec_gives_exact_mean(mesh, specs, inside):
     means, kept, grads = reduce_with(Nothing(), mesh, specs, inside)
@@ -79,7 +79,7 @@ def test_lossless_codec_gives_exact_mean(mesh, specs, inside):
         np.testing.assert_allclose(part, grad, rtol=0, atol=2e-6)  # no worker lost anything
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("mesh, specs, inside", WHERE.values(), ids=WHERE.keys())
 def test_mean_of_kept_equals_returned_mean(mesh, specs, inside):
     """The contract of error feedback, with a codec so coarse that a mistake cannot hide."""

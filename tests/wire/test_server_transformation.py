@@ -90,7 +90,7 @@ MOMENTUM = optax.sgd(0.125, momentum=0.5)
 MODES = {"asynchronous": LATE, "bounded": BOUNDED, "softsync": SOFTSYNC, "compensated": COMPENSATED, "spares": SPARES, "synchronous": {}}
 
 
-@pytest.mark.sampled(system=3)
+@pytest.mark.sampled(system=7)
 @pytest.mark.optimized
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("codec", ["exact", "int8"])
@@ -208,7 +208,7 @@ def test_what_the_change_loses_by_rounding_does_not_add_up():
 # what is sent -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("mode", ["asynchronous", "softsync", "spares"])
 @pytest.mark.parametrize("codec", [wire.exact(), wire.int8(block=16)], ids=["exact", "int8"])
 def test_bytes_sent_are_those_of_the_loops_own_program(mode, codec):

@@ -100,7 +100,7 @@ def test_exact_all_reduce_works_where_shard_map_tracks_replication():
         np.testing.assert_allclose(grad, full[path], atol=1e-6)
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("name", CODECS)
 def test_codec_loses_at_most_its_bound_and_all_workers_agree(name):
     codec = CODECS[name]
