@@ -6,6 +6,9 @@ WORKERS ?= 2
 TESTS ?=
 NAMES ?=
 
+# Modules are compiled when they are first imported, each once: compiling all that is installed takes longer than installing it.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Installed: the packages of the examples, those of the tests too, and those of the checks and the documentation too.
 EXAMPLES := $(VENV)/.examples
 TEST := $(VENV)/.test
@@ -17,7 +20,7 @@ define install
 	@echo "installing into $(VENV): spmd, JAX, Flax and $(2) ..."
 	@began=$$(date +%s); \
 	    { [ -x $(RUN) ] || $(PYTHON) -m venv $(VENV); } && \
-	    $(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$(1)]' && \
+	    $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(1)]' && \
 	    echo "installed in $$(($$(date +%s) - began)) s"
 	@touch $@
 endef
@@ -38,7 +41,7 @@ help:
 	@echo "make clean        remove .venv, runs and what was built"
 
 $(EXAMPLES): pyproject.toml
-	$(call install,examples,what the examples need (scikit-learn and matplotlib; 650 MB in all))
+	$(call install,examples,what the examples need (scikit-learn and matplotlib; 800 MB in all))
 
 $(TEST): pyproject.toml
 	$(call install,test,what the tests need (1.3 GB in all))

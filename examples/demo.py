@@ -18,7 +18,7 @@ import spmd
 from spmd import viz
 
 GOAL = 0.98
-EPOCHS, BATCH = 20, 128
+EPOCHS, BATCH = 15, 128
 
 
 def fresh_folder(parent: Path) -> Path:

@@ -36,12 +36,12 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "demo"
     assert "dense/kernel" in done.stdout and "mesh data=4, model=2: 4 workers" in done.stdout  # the layout
-    assert "step 240: eval_loss" in done.stderr  # progress, although this is not a terminal
+    assert "step 180: eval_loss" in done.stderr  # progress, although this is not a terminal
     assert "test accuracy 0.9" in done.stdout
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "samples/s, training" in (folder / "report.html").read_text(encoding="utf-8")
-    assert "step 240" in (folder / "report.html").read_text(encoding="utf-8")
-    assert (folder / "checkpoints" / "240").is_dir()
+    assert "step 180" in (folder / "report.html").read_text(encoding="utf-8")
+    assert (folder / "checkpoints" / "180").is_dir()
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["eval_accuracy"] >= 0.98 for record in records if "eval_accuracy" in record][-1]
 
