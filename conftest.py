@@ -125,8 +125,20 @@ def pytest_runtest_setup(item):
     os.environ["SPMD_TEST_FLAGS"] = " ".join([os.environ["SPMD_TEST_GIVEN_FLAGS"], *flags])
 
 
-# Examples in docstrings that start processes, or train and write.
-LONG_EXAMPLES = ("spmd/launch/notebook.py", "spmd/inference/generation.py", "spmd/wire/check_codec.py", "spmd/nn/moe.py")
+# Examples in docstrings that start processes, train, or compile much.
+LONG_EXAMPLES = (
+    "spmd/inference/",
+    "spmd/launch/notebook.py",
+    "spmd/models/quantized.py",
+    "spmd/nn/bidirectional.py",
+    "spmd/nn/low_precision.py",
+    "spmd/nn/moe.py",
+    "spmd/planner/",
+    "spmd/pretrained/decoder.py",
+    "spmd/pretrained/encoder.py",
+    "spmd/rng.py",
+    "spmd/wire/check_codec.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks

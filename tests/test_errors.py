@@ -354,6 +354,7 @@ def test_ragged_data(golden):
     golden("ragged_data", error_text(errors.DataError, fit, data={"x": X, "y": Y[:30], "w": Y[:31]}))
 
 
+@pytest.mark.system
 def test_ragged_batch_of_iterable(golden):
     batches = [(X[:8], Y[:8]), (X[:8], Y[:7])]
     golden("ragged_batch_of_iterable", error_text(errors.DataError, fit, data=batches, batch_size=None, steps=2))

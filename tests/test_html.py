@@ -161,7 +161,7 @@ def test_every_key_of_a_layout_is_shown():
         assert said in markup, said
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.system
 @pytest.mark.parametrize(
     "draw",
     [

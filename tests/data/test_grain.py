@@ -59,7 +59,7 @@ def undisturbed(make):
     return fit(make(Rows()), epochs=3)
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.system
 def test_batches_train_as_a_list_of_them_does(make):
     expected = fit([dict(batch) for batch in make(Rows())], epochs=2)
     result = fit(make(Rows()), epochs=2)

@@ -176,7 +176,7 @@ def test_training_on_a_file_is_training_on_its_arrays(table):
     assert not same(fit(spmd.data.csv(path, seed=1, **options), epochs=2).state, by_array.state)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("stop", [3, 5])
 def test_resumed_run_equals_uninterrupted_run(table, tmp_path, stop):
     path, options, _ = table

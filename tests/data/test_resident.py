@@ -71,6 +71,7 @@ def test_many_steps_do_run_in_one_call(monkeypatch):
     assert calls == [(3, 16)] * 4
 
 
+@pytest.mark.system
 def test_calls_end_where_something_is_due(tmp_path):
     """Evaluations every 4 steps and at the end, checkpoints every 5, a callback every 7, and the end at 17 of 24: each at its own step."""
     seen = {"eval": [], "checkpoint": [], "step": []}

@@ -73,7 +73,7 @@ def test_what_the_members_say_together(three, digits, combine):
     np.testing.assert_allclose(np.exp(uncertainty.log_combined(logits, combine)), together, atol=1e-6)  # the host's arithmetic
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.system
 @pytest.mark.parametrize("combine", ["mean", "logits"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_duplicates_say_what_the_member_says(three, digits, combine, count):

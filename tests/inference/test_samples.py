@@ -41,6 +41,7 @@ def test_samples_change_no_bit_and_compile_once(capsys):
     assert capsys.readouterr().out.splitlines()[0] == 'step 0: The cow says ->  "moo". The cow eats'
 
 
+@pytest.mark.system
 def test_generator_of_a_trainer_writes_with_any_of_its_states():
     model = spmd.pretrained.load(FOLDER, progress=False)
     trainer = spmd.Trainer(nnx.clone(model), loss=spmd.losses.next_token, optimizer=optax.sgd(0.0), mesh="data=8")

@@ -187,7 +187,7 @@ def sharded(mesh, heads, groups, axes=("data",), rows=8, arrays=None, parallel=N
     return seen[0]
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.system
 @pytest.mark.parametrize("rows, heads", [(8, 8), (1, 8), (8, 1), (1, 1)])
 def test_arrays_of_scores_and_dropout_on_shards(rows, heads):
     """Each device has the mask, the bias and the random numbers of its rows and heads; gradients of a shared bias are summed."""

@@ -66,7 +66,7 @@ def x():
     return jax.random.normal(jax.random.key(3), (8, WIDTH))
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapter_adds_its_product(rslora, x):
     model = adapted(Adapter("**/up", rank=4, alpha=6.0, rslora=rslora))

@@ -417,7 +417,7 @@ PALLAS = [
 ]
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.system
 @pytest.mark.parametrize(("options", "shape"), PALLAS)
 def test_splash_equals_the_plain_softmax(options, shape):
     """With fewer heads of keys than of queries."""

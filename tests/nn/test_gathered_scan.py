@@ -96,7 +96,7 @@ def test_integers_are_handed_from_layer_to_layer():
     jax.tree.map(lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4), grads, expected)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_layer_may_close_over_the_first_input(layers):
     weights, others, _, x = values(layers)

@@ -47,7 +47,7 @@ def product(x, w, dims, of_x, of_w):
     return np.einsum(equation, rounded(x, contracted, of_x), rounded(w, dims[0][1], of_w))
 
 
-@pytest.mark.sampled(quick=7, system=2)
+@pytest.mark.sampled(quick=15, system=4)
 @pytest.mark.parametrize("name", DIMS)
 @pytest.mark.parametrize(("products", "dtype"), [("bfloat16", jnp.bfloat16), ("int8", jnp.int8), ("float8", jnp.float8_e4m3fn)])
 def test_product_is_that_of_rounded_factors(name, products, dtype):
@@ -59,7 +59,7 @@ def test_product_is_that_of_rounded_factors(name, products, dtype):
     assert np.abs(wanted - exact).max() > 1e-4, "it rounds"
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("products", LARGEST)
 def test_numbers_that_the_dtype_has_are_multiplied_exactly(products):
     random, largest = np.random.default_rng(0), LARGEST[products]
@@ -81,7 +81,7 @@ def test_gradients_are_products_of_rounded_factors(products, of_gradient, of_fac
     np.testing.assert_allclose(dw, product(x, given, (((0,), (0,)), ((), ())), of_factor, of_gradient), rtol=0, atol=2e-6)
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("name", DIMS)
 def test_gradients_of_int8_are_those_of_a_plain_product(name):
     x, w, dims = factors(name)
@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_others(products):
     np.testing.assert_array_equal(run(x, w, dims)[:2], run(x[:2], w, dims))
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("products", LARGEST)
 def test_rows_of_zeros_and_rows_that_are_not_finite(products):
     x, w, dims = factors("a layer")

@@ -205,6 +205,7 @@ def test_recurrent_weights_are_reduced_once_per_step():
         assert moved == stack // (4 if mesh == "data=2,stage=4" else 1) + rest
 
 
+@pytest.mark.system
 def test_a_plain_stack_has_no_collectives():
     loss, params = loss_of(layers("gpt")[0], UNSHARDED)
     text = jax.jit(loss).lower(params, jnp.ones((16, 6, WIDTH))).compile()

@@ -239,6 +239,7 @@ def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
     assert relative_difference((back(grads[0]), grads[1]), plain["lstm"][1]) <= 1e-5
 
 
+@pytest.mark.system
 def test_layers_keep_the_input_dtype():
     """Although flax's carries are float32."""
     for stack in (layers("gru", 4)[0], spmd.nn.Bidirectional(*(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)))):
@@ -276,6 +277,7 @@ class ExtraInputs(nnx.Module):
         return x + jnp.tanh(self.linear(x)) * scale[:, None] + table * (2 if double else 1)
 
 
+@pytest.mark.system
 def test_extra_arguments_reach_every_layer():
     """Positional arrays are split into microbatches as x is, keyword arguments are not; all have gradients."""
     rngs = nnx.Rngs(0)

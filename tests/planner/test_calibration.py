@@ -141,6 +141,7 @@ def test_calibration_is_written_as_a_target(tmp_path):
     assert 0.05 < target.spread.matmul < 0.2
 
 
+@pytest.mark.system
 def test_calibration_prints_programs_and_figures():
     text = str(measured())
     assert "one of 2 devices simulated on" in text and "3 rounds" in text

@@ -49,6 +49,7 @@ def test_check_memory_false_starts_anyway(monkeypatch):
     assert int(fit(check_memory=False).state.step) == 2
 
 
+@pytest.mark.system
 def test_fit_reports_memory_and_compiles_once(monkeypatch, capsys):
     has(monkeypatch, 10_000_000)
     result = fit(progress=True)

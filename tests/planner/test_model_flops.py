@@ -142,6 +142,7 @@ def test_cudnn_attention_is_planned_without_cudnn():
         make_plan("cudnn", spmd.Layout(mesh=(("data", 2),)), "2xh100", precision="bfloat16")
 
 
+@pytest.mark.system
 def test_rows_do_not_change_flops_per_row():
     assert np.isclose(make_plan(accumulate=2).timeline.model_flops, make_plan().timeline.model_flops)
 

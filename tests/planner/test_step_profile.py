@@ -159,7 +159,7 @@ def test_predictions_are_those_of_the_plan(tmp_path):
             assert result.profile[limit].predicted == pytest.approx(seconds, rel=1e-9)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("other", [64, 16])
 def test_program_of_another_batch_is_not_confused(other, tmp_path):
     result = profiled(tmp_path / "first")

@@ -133,7 +133,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(("model", "batch", "expected"), CASES.values(), ids=CASES.keys())
 def test_names(model, batch, expected):
     found = names_of(program(model(), batch))

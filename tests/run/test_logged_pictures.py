@@ -45,6 +45,7 @@ def test_pillow_reads_the_png(tmp_path):
     assert path == tmp_path / "pictures" / "a_b-c-00000007.png" and (np.asarray(image.open(path)) == GRADIENT).all()
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kind", ["figure", "png", "svg", "jax"])
 def test_kinds_of_pictures(kind, tmp_path):
     if kind == "figure":

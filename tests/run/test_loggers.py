@@ -145,6 +145,7 @@ def test_json_lines_are_appended_and_there_at_once(tmp_path):
         log.close()
 
 
+@pytest.mark.system
 def test_resumed_run_appends_to_the_json_lines(tmp_path):
     fit(steps=4, checkpoint=tmp_path, log_every=2)
     first = json_records(tmp_path / "metrics.jsonl")

@@ -146,6 +146,7 @@ def test_save_never_mixes_runs(tmp_path):
     assert int(trainer.restore(tmp_path).step) == 3
 
 
+@pytest.mark.system
 def test_save_refuses_consumed_states_and_options_of_fit(tmp_path):
     trainer = trainer_on("data=8")
     state = trainer.init()
@@ -238,6 +239,7 @@ def test_metrics_that_cannot_rank_are_refused(metrics, tmp_path):
         trainer_on("data=8").save(trainer_on("data=8").init(), spmd.Checkpoint(tmp_path, best=best), metrics=metrics)
 
 
+@pytest.mark.system
 def test_states_of_other_trainers_are_refused(tmp_path):
     states = [trainer_on(*kind).init() for kind in (("data=8", "fsdp"), ("data=8", "parameter_server"))]
     four = trainer_on(spmd.make_mesh("data=4", devices=jax.devices()[:4]))
@@ -247,6 +249,7 @@ def test_states_of_other_trainers_are_refused(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.system
 def test_damaged_and_inner_folders(tmp_path, caplog):
     """A loop resumes before what is damaged, and not from within a folder."""
     trainer = trainer_on("data=8")

@@ -121,7 +121,7 @@ def test_damaged_checkpoint_on_disk_is_replaced_by_memory(tmp_path, killed):
     assert (tmp_path / "run" / "damaged" / "10").exists() and same(result.state, reference.state)
 
 
-@pytest.mark.sampled(quick=6)
+@pytest.mark.system
 @pytest.mark.parametrize("how", ["bit", "header", "truncated", "deleted", "other step", "folder"])
 def test_damaged_piece_is_removed_and_an_older_step_is_used(tmp_path, killed, how, caplog):
     reference = fit(steps=20)

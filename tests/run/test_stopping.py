@@ -20,8 +20,6 @@ from spmd.run import time_account
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.loop import Loop
 
-pytestmark = pytest.mark.optimized  # processes of their own compile as users do
-
 
 def resumed(path, **options):
     return fit(epochs=3, checkpoint=path, resume=True, **options)

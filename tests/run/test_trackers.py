@@ -151,6 +151,7 @@ def test_steps_after_the_checkpoint_are_not_written_twice(tmp_path):
     assert next(iter(server.values()))["points"][: len(before)] == before
 
 
+@pytest.mark.system
 def test_what_a_killed_run_had_not_delivered_is_delivered_by_the_next(tmp_path):
     server = {}
     train(tmp_path, server, 8)

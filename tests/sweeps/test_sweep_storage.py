@@ -70,6 +70,7 @@ def test_second_sweep_on_a_folder_is_refused_and_writes_nothing(resume, tmp_path
         process.kill()
 
 
+@pytest.mark.system
 def test_sweep_releases_its_folder_however_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -91,7 +91,7 @@ def test_unpack_inverts_pack_bit_for_bit(shapes, placement, positions, servers):
     assert all(rows.ndim == 2 and rows.shape[0] == positions for rows in jax.tree.leaves(stored))
 
 
-@pytest.mark.sampled(quick=11, system=11)
+@pytest.mark.sampled(quick=85, system=11)
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -164,7 +164,7 @@ def test_pack_gradients_under_jit(placement):
     assert all(np.array_equal(bits_of(a), bits_of(b)) for a, b in zip(*map(jax.tree.leaves, (ones, wanted)), strict=True))
 
 
-@pytest.mark.sampled(quick=9)
+@pytest.mark.sampled(quick=16)
 @pytest.mark.parametrize("axes, data", [({"data": 8}, ("data",)), ({"node": 2, "data": 4}, ("node", "data"))], ids=["one", "two"])
 @pytest.mark.parametrize("servers", [3, 8])
 @pytest.mark.parametrize("placement", PLACEMENTS)

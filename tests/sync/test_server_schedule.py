@@ -322,7 +322,7 @@ def descend(tau, step, number=10000, scale="none"):
     return max(made[-100:])
 
 
-@pytest.mark.sampled(quick=6)
+@pytest.mark.system
 @pytest.mark.parametrize("tau", [0, 1, 2, 4, 8, 16])
 def test_delayed_descent_is_stable_up_to_its_limit(tau):
     """Of w <- w - x w_tau: 0 < x < 2 sin(pi / (2 (2 tau + 1))). Beside it |w| is multiplied by at most 1 - 0.0008 each update."""
@@ -534,6 +534,7 @@ def test_times_of_worker_do_not_depend_on_others(times):
     assert of(few, 1)[3] == of(few, 1)[6] and len(set(of(few, 1))) == 6
 
 
+@pytest.mark.system
 def test_drawn_times_follow_distribution():
     def of(times):
         return np.array([Times(times, 3, 0).of(2, number) for number in range(8 * 1024)])
@@ -547,7 +548,7 @@ def test_drawn_times_follow_distribution():
     assert Times("constant(4)", 3, 0).of(2, 9) == 4 and Times("constant", 3, 0).of(0, 9999) == 1
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.system
 @pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["softsync_3"]], ids=str)
 def test_rounds_do_not_depend_on_query_order(words):
     wanted = simulate(6, 5001, **words)

@@ -211,6 +211,7 @@ def test_parameters_stay_equal_on_all_workers():
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
+@pytest.mark.system
 def test_rules_choose_the_codec_by_path():
     rules = (spmd.GradientRule("**/bias", "exact"), spmd.GradientRule("out/kernel", "power_sgd", {"rank": 1, "min_compression": 1}))
     chosen = layout("int8", error_feedback=True, rules=rules)
@@ -222,6 +223,7 @@ def test_rules_choose_the_codec_by_path():
     assert {op.where.split("/")[1] for op in trainer.wire.ops if op.where.startswith("reduce_gradients")} == {"exact", "int8", "power_sgd"}
 
 
+@pytest.mark.system
 def test_one_worker_exchanges_nothing_and_a_note_says_so():
     trainer = trainer_of(layout("int8", error_feedback=True), "data=1")
     state, losses = train(trainer, 2)
@@ -243,7 +245,7 @@ def test_weights_sent_as_bfloat16_are_kept_as_float32():
     assert trainer.evaluate(state, data(), batch_size=ROWS)["loss"] > 0
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("weights", ["exact", "bfloat16"])
 def test_zero1_spreads_its_updates(weights):
     """Exactly: as a plain all-reduce, but for a rounding more (the update is rounded before it is added); as bfloat16: close."""
@@ -435,6 +437,7 @@ def test_resume_with_another_codec_reports_residuals(then, now, notes, tmp_path)
     assert all(kept) == (not notes) if kept else now[0] == "exact"
 
 
+@pytest.mark.system
 def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
     first = fit(layout("int8", error_feedback=True), tmp_path, steps=2)
     chosen = layout("int8", error_feedback=True, rules=(spmd.GradientRule("out/kernel", "exact"),))
@@ -447,12 +450,14 @@ def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
     assert all(np.array_equal(entry["residual"], first.state.exchange[path]["residual"]) for path, entry in state.exchange.items())
 
 
+@pytest.mark.system
 def test_restore_says_what_it_left(tmp_path, caplog):
     fit(layout("int8", error_feedback=True), tmp_path, steps=2)
     trainer_of(layout(), optimizer=optax.sgd(0.2, momentum=0.9)).restore(tmp_path)
     assert "3 residuals were dropped" in caplog.text
 
 
+@pytest.mark.system
 def test_a_model_that_does_not_fit_is_still_refused(tmp_path):
     fit(layout("int8", error_feedback=True), tmp_path, steps=2)
     with pytest.raises(CheckpointError, match="opt/0/trace/hidden/kernel"):

@@ -57,7 +57,7 @@ def test_a_model_made_under_the_mesh_trains_as_any(expected, types):
         assert jax.sharding.get_mesh().axis_types == (types,)  # as it was
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @TYPES
 def test_an_own_loop(expected, types):
     with jax.set_mesh(a_mesh(types)):
@@ -84,6 +84,7 @@ def test_it_is_the_default_mesh():
         assert dict(other.mesh.shape) == {"data": 8}  # of two, the one that is given
 
 
+@pytest.mark.system
 def test_a_plan_is_for_its_target():
     batch = {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "label": jax.ShapeDtypeStruct((16,), "int32")}
     with jax.set_mesh(a_mesh(AxisType.Explicit, data=2, model=4)):
@@ -223,6 +224,7 @@ def test_arrays_that_methods_use_are_found():
         assert len(closed_over([root])) == 1
 
 
+@pytest.mark.system
 def test_few_objects_are_looked_at():
     """However large a container is: each element here counts how often it is looked at."""
     looked = []
@@ -268,6 +270,7 @@ def fit_with(loss, data=DATA):
     return spmd.fit(lambda: Net(nnx.Rngs(0)), data, batch_size=16, steps=1, progress=False, loss=loss, optimizer=optax.sgd(0.1))
 
 
+@pytest.mark.system
 def test_an_error_of_another_kind_is_not_about_arrays_it_names(monkeypatch):
     """Nor is anything searched for it."""
     monkeypatch.setattr("spmd.mesh.closed_over", lambda roots: pytest.fail("searched"))

@@ -130,6 +130,7 @@ def test_included_parameters_train_as_with_multi_transform(name):
     assert not np.array_equal(theirs["head/kernel"], made().head.kernel.get_value())
 
 
+@pytest.mark.system
 def test_included_parameters_train_as_in_a_loop_by_hand():
     trainer = trainer_of("one device", HEAD)
     state, _ = train(trainer)

@@ -208,6 +208,7 @@ def test_restore_of_another_model_does_not_offer_its_params(tmp_path):
     assert "only=" not in str(raised.value)
 
 
+@pytest.mark.system
 def test_resume_under_another_optimizer_offers_the_params(tmp_path):
     model = MODELS["nnx"]()
     fit(model, checkpoint=tmp_path)

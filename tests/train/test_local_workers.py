@@ -218,6 +218,7 @@ def test_one_worker_with_a_plain_outer_optimizer_is_plain_training(every):
 # EASGD ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_an_elastic_sync_conserves_the_sum_of_all_weights_exactly():
     """Integer multiples of 1/64, a moving rate of 1/16, eight workers, no training: nothing is rounded, so not a bit may be lost."""
     trainer = trainer_by_hand(optax.set_to_zero(), mode="elastic", every=1, moving_rate=1 / 16)

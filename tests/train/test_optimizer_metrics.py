@@ -49,6 +49,7 @@ def test_they_are_those_of_one_device(layout):
     assert_close(history["learning_rate"], [float(RATE(step)) for step in range(6)])
 
 
+@pytest.mark.system
 def test_of_microbatches_it_is_that_of_the_mean_gradient():
     np.testing.assert_allclose(fit(shuffle=False, accumulate=2).history["grad_norm"], plain_norms(), rtol=1e-5)
 

@@ -151,6 +151,7 @@ def test_offloaded_values_are_copied_to_the_host(policy, shapes, gather):
     assert any("host have one memory" in note for note in trainer.notes()) == bool(shapes)
 
 
+@pytest.mark.system
 def test_linen_modules_keep_named_values():
     class Dense(linen.Module):
         @linen.compact

@@ -194,7 +194,7 @@ SHORT = [  # rows, reduction, loss, norm, programs; each of them in the fast sui
 ]
 
 
-@pytest.mark.sampled(quick=10)
+@pytest.mark.system
 @pytest.mark.parametrize(("rows", "reduction", "loss", "norm", "programs"), SHORT)
 def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
     """Masked, or at its own size where it cannot be masked: the update is that of one device on those rows alone."""
@@ -399,6 +399,7 @@ FUNCTIONAL = spmd.FunctionalModel(
 )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("model", [pytest.param(LinenMLP(), marks=pytest.mark.system), FUNCTIONAL], ids=["linen", "functional"])
 @pytest.mark.parametrize(
     "layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp", pytest.param("zero1", marks=pytest.mark.slow)]
@@ -498,6 +499,7 @@ def test_frozen_batch_statistics_stay_frozen(model):
     assert "use_running_average=True" in next(line for line in trainer.notes() if "frozen" in line)
 
 
+@pytest.mark.system
 def test_a_model_put_in_evaluation_mode_moves_its_batch_statistics():
     model = Frozen(nnx.Rngs(0), dropout=0.5)
     model.eval()
@@ -699,6 +701,7 @@ def test_fit_raises_when_evaluation_is_not_finite():
     assert np.isnan(spmd.fit(make, data(), loss=spmd.losses.cross_entropy, callbacks=watch_nothing, **options).history["eval_loss"][-1])
 
 
+@pytest.mark.system
 def test_evaluate_warns_of_first_batch_that_is_not_finite(caplog):
     bad = data(32)
     bad["x"][19] = np.nan

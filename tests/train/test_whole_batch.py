@@ -253,7 +253,7 @@ def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
     assert re.search(r"equal but for rounding, gradients too \(\d+\.\d s", caplog.text)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("resident", [False, True])
 def test_fit_refuses_before_training_and_says_what_was_compared(resident, capsys, tmp_path):
     train_data = spmd.data.resident(data(), steps_per_call=2) if resident else data()

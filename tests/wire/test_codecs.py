@@ -311,6 +311,7 @@ def test_check_detects_unequal_copies():
     assert copies_agree(same) and not copies_agree(differ)
 
 
+@pytest.mark.sampled(quick=8)
 @every_case
 def test_zero_gradient_gives_zero_mean_and_residual(case):
     slot = SLOTS["zeros"]
@@ -505,7 +506,7 @@ def test_encoding_error_is_within_stated_bound(choice):
         assert lost < np.linalg.norm(wide(x)), kind
 
 
-@pytest.mark.sampled(quick=9)
+@pytest.mark.sampled(quick=13)
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0xFF800001, 0x7F800000, 0xFF800000], ids=hex)
 @pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice not in ("exact", "bfloat16 ring", "power_sgd")])
 def test_encoding_keeps_nan_and_infinity_not_finite(choice, bits):

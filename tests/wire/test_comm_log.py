@@ -463,7 +463,7 @@ def test_codecs_send_nothing_over_model_axis(partitioners_own, codec):
     assert partitioners_own("all_reduce", codec) == exact
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("codec", ["int8", "power_sgd"])
 def test_codecs_send_nothing_over_model_axis_with_reduce_scatter(partitioners_own, codec):
     assert partitioners_own("reduce_scatter", codec) == partitioners_own("reduce_scatter")
@@ -575,7 +575,7 @@ def test_wire_bytes_change_at_start_step_and_after_resume():
     assert trainer.step(kept, batch())[1]["wire_bytes"] == sparse, "an older state is known by its own step"
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.system
 @pytest.mark.parametrize("codec", ["exact rules", "bfloat16", "top_k"])
 def test_diagnostics_add_three_metrics(tmp_path, codec):
     grads = gradients("int8" if codec == "exact rules" else codec, diagnostics=True)

@@ -151,7 +151,7 @@ def compare(codec):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.sampled(quick=11, system=4)
+@pytest.mark.sampled(system=4)
 @every_loop
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_codec_loses_at_most_its_bound(loop, name):

@@ -122,6 +122,7 @@ def test_registered_codec_is_trained_planned_and_counted_by_a_layout_file(regist
     assert sent == wire.bytes_sent(tx, {"w": jnp.zeros((64, 8))}, spmd.make_mesh("data=8")) == 2 * 7 * 64 * 8 * 2 // 8
 
 
+@pytest.mark.system
 def test_registered_codec_is_planned_with_its_bytes(registered, tmp_path):
     layout = write_layout(tmp_path, '[gradients]\nreduction = "all_reduce"\ncodec = "halved"\n')
     plan = spmd.plan(MODEL, (X, X[:, :8]), layout=layout, target="8xcpu", **OPTIONS)

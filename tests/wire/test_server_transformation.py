@@ -364,7 +364,7 @@ def test_a_state_is_not_resplit_and_the_fix_works():
     assert jax.tree.leaves(wire.init(make_tx(4), jax.device_get(params), half))
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("server", [LATE, {}], ids=["asynchronous", "synchronous"])
 def test_gradients_of_bfloat16_arrive_and_integers_are_refused(server):
     clock = wire.server_clock(WORKERS, **server)

@@ -189,7 +189,7 @@ def test_codecs_by_path_and_memory_in_bfloat16():
 # optax's wrappers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(quick=6)
+@pytest.mark.system
 @pytest.mark.parametrize("wrap", [
     lambda comm: optax.chain(comm, optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     lambda comm: optax.chain(comm, optax.apply_if_finite(optax.adam(1e-2), 3)),
