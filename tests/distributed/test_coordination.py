@@ -4,8 +4,6 @@ import socket
 import subprocess
 import sys
 
-import pytest
-
 RUN = """
 import sys
 from spmd.distributed import coordination
@@ -32,7 +30,6 @@ coordination.exit_now(7)
 """
 
 
-@pytest.mark.system
 def test_coordination_service_of_this_jax():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
