@@ -126,7 +126,9 @@ def test_one_layout_is_searched_as_all_that_its_axes_make():
     for group in chosen.groups(1):
         counts[group.mesh.sizes.get("stage", 1)].add(group.layout.pipeline.microbatches)
     assert counts[1] == {None} and counts[4] == {None, 4, 8, 32}
-    both = dataclasses.replace(space("transformer_parallel"), layouts=(spmd.Layout.load("fsdp"), spmd.Layout.load("transformer_parallel")))
+    both = dataclasses.replace(
+        space("transformer_parallel"), layouts=(spmd.Layout.load("fsdp_tensor_parallel"), spmd.Layout.load("transformer_parallel"))
+    )
     assert not both.groups(0) and both.impossible(0) == "every candidate of it is one of a layout with more axes"
 
 
