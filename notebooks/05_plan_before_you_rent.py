@@ -120,8 +120,8 @@ for fix in fixes:
 #
 # ## The fastest that fits
 #
-# A search tries layouts, meshes, reductions, microbatches and rematerialization. Closed-form bounds and earlier plans rule most of them out; the promising ones are compiled, with a line for each. Every
-# rejected candidate has a reason.
+# A search tries layouts, meshes, reductions, microbatches and rematerialization. Closed-form bounds and earlier plans rule most of
+# them out; the promising ones are compiled, with a line for each. Every rejected candidate has a reason.
 
 # %% tags=["thumbnail"]
 names = ["data_parallel", "zero1", "fsdp", "pipeline"]

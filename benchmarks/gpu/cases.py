@@ -52,7 +52,7 @@ class Step:
         return {"loss": self.loss, "optimizer": self.optimizer, "layout": self.layout, "precision": self.precision, "mesh": "data=1"}
 
     def data(self, batches: int = 1) -> dict[str, np.ndarray]:
-        """Random rows for so many batches."""
+        """Random rows for a number of batches."""
         random = np.random.default_rng(0)
         shapes = {name: (batches * array.shape[0], *array.shape[1:]) for name, array in self.batch.items()}
         return {
@@ -181,7 +181,7 @@ class Recurrent(nnx.Module):
         return self.stack(x)
 
 
-RECURRENT = (  # kind, layers, width, time steps, dtype; the most telling ones first
+RECURRENT = (  # kind, layers, width, time steps, dtype; the most informative ones first
     ("LSTM", 4, 1024, 128, "bfloat16"),
     ("LSTM", 8, 2048, 512, "bfloat16"),
     ("GRU", 4, 1024, 128, "bfloat16"),

@@ -73,8 +73,8 @@ def main(part: Part) -> None:
             exact, _ = both_passes(model, "float32")
             few = x[:2, :8]
             bound = 5e-2 if dtype == "bfloat16" else 5e-3  # on GPUs float32 products may be in TF32
-            apart = distance(jax.jit(function)(params, few), on_cpu(exact, params, few))
-            if part.check(name, f"{arm} against float32 on the CPU", apart, bound):
+            error = distance(jax.jit(function)(params, few), on_cpu(exact, params, few))
+            if part.check(name, f"{arm} against float32 on the CPU", error, bound):
                 run = jax.jit(function)
                 arms[arm] = lambda run=run, params=params: jax.block_until_ready(run(params, x))
         torch, device = torch_device()

@@ -1,4 +1,4 @@
-"""Every measurement on one GPU, in the order of what it tells most: tests, steps, attention, recurrence, restarts, codecs and more.
+"""Every measurement on one GPU, the most informative parts first: tests, steps, attention, recurrence, restarts, codecs and more.
 
     python benchmarks/gpu/run.py --minutes 9 --out FOLDER             # on a machine with a GPU; results in FOLDER as they come
     python benchmarks/gpu/run.py --rehearse --minutes 9 --out FOLDER  # the same parts with tiny shapes, on a CPU
@@ -38,7 +38,7 @@ PARTS = (  # a module of this folder, and its share of the minutes
 )
 NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "rich")
 PEERS = ("torch", "torchvision", "transformers", "peft", "triton", "pytest")
-SOFT = 0.9  # of a part's limit: how long it is told to take
+SOFT = 0.9  # of a part's limit: how long the part should take
 
 
 def main() -> int:
@@ -86,7 +86,7 @@ def run_all(parts: list[tuple[str, float]], out: Path, seconds: float, rehearse:
 
 
 def run_part(name: str, out: Path, limit: float, rehearse: bool) -> int:
-    """Run one part in a process group of its own, which ends at the limit; -9 if it did not end by itself."""
+    """Run one part in a new process group, which ends at the limit; the exit code, -9 where the limit ended it."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),

@@ -30,8 +30,8 @@ def measure(part: Part, name: str, step: cases.Step, sizes: dict[str, int], shar
     reference = cases.ByHand(step)
     reference.graph, reference.dtype = hand.graph, np.dtype("float32")
     expected = on_cpu_loss(reference, params, others, row)
-    apart = distance(jax.jit(hand.loss)(params, others, row)[0], expected)
-    if not part.check(name, "loss by hand, one row, against float32 on the CPU", apart, 1e-2):
+    error = distance(jax.jit(hand.loss)(params, others, row)[0], expected)
+    if not part.check(name, "loss by hand, one row, against float32 on the CPU", error, 1e-2):
         return
     full = float(jax.jit(hand.loss)(params, others, batch)[0])
 
