@@ -29,11 +29,17 @@ from jax.experimental.compilation_cache import compilation_cache
 import spmd
 from spmd.program_cache.folder import misordered
 
-spmd.simulate_devices(8)
-if misordered():
+ON_GPU = os.environ.get("SPMD_TEST_GPU") == "gpu"  # tests/gpu, on a machine with a GPU
+if ON_GPU:
+    os.environ["SPMD_TEST_OPTIMIZED"] = "1"  # GPUs have other options
+else:
+    spmd.simulate_devices(8)
+if not ON_GPU and misordered():
     jax.config.update("jax_enable_compilation_cache", False)
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of processes that tests start
 collect_ignore_glob = ["tests/*/fixtures/make_*.py", "tests/*/fixtures/check_*.py", "tests/*/*_job.py"]  # scripts
+if "SPMD_TEST_GPU" not in os.environ:
+    collect_ignore_glob.append("tests/gpu/test_on_one_gpu.py")  # benchmarks/gpu/run.py runs them, on a GPU or in a rehearsal
 
 
 def _kept_programs() -> Path:

@@ -40,7 +40,7 @@ def planned(command: str) -> Plan:
     split = words.index("--")
     options = cli._parser().parse_args(words[:split])
     options.rest = words[split + 1 :]
-    return plan(**plan_command._step_arguments(options))
+    return plan(**plan_command._step_arguments(options)[0])
 
 
 def figures(command: str, result: Plan) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Run:
     rows: int = 0
     accumulate: int = 1
     remat: str = ""
-    attention: str | None = "auto"
+    attention: str = "auto"
     logits: bool = False
     kernel: str = ""
     seconds: float | None = None

@@ -43,7 +43,7 @@ def plan(run: Run, published: Published) -> Any:
     kind, length, cluster = sizes.pop("kind"), sizes.pop("length", 0), published.cluster(run)
     layout = layout_of(run)
     compiler = dataclasses.replace(layout.compiler, options=OPTIONS)
-    layout = dataclasses.replace(layout, attention=spmd.Attention(run.attention or None), remat=REMATS[run.remat], compiler=compiler)
+    layout = dataclasses.replace(layout, attention=spmd.Attention(run.attention), remat=REMATS[run.remat], compiler=compiler)
     if layout.pipeline.axis:
         layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, microbatches=run.accumulate))
     mesh, rows = mesh_of(run, layout, cluster.count), published.step_rows(run)

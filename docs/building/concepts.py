@@ -170,7 +170,6 @@ TREE = (  # a question; if the answer is yes, these, with conditions; if it is n
         ("large activations", "fsdp_sequence_parallel"),
         ("deep, on several nodes", "fsdp_pipeline_tensor"),
     )),
-    ("Is it a transformer?", (("", "fsdp_transformer"),)),
     ("Anything else", (("", "fsdp"),)),
 )  # fmt: skip
 

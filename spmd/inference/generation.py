@@ -22,7 +22,7 @@ from spmd.models.base import Call, Model, Variables
 from spmd.models.frozen import is_quantized
 from spmd.models.wrap import wrap
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
-from spmd.nn.unchanged_models import CALLS
+from spmd.nn.unchanged_models import with_calls
 from spmd.specs import entry_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.train.precision import cast_variables, compute_dtype
@@ -146,9 +146,9 @@ class Generator:
         layout = self._layout or Layout()
         on_mesh = self._mesh is not None and self._layout is not None
         data = tuple(axis for axis in layout.data_axes() if axis in self._mesh.shape) if on_mesh and self._mesh is not None else ()
-        implementation = layout.attention.implementation
-        calls = CALLS if implementation is not None else {}
-        return ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation, calls=calls)
+        implementation = layout.attention.implementation if self._layout else "as_written"
+        parallel = ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation)
+        return with_calls(parallel)
 
     def _bind(self, variables: Variables) -> Any:
         return self._given.bind(cast_variables(variables, self._dtype), Call(training=False, dtype=self._dtype, **self._products))

@@ -17,7 +17,7 @@ from spmd.specs import Entry, Spec, entry_axes
 from spmd.tracebacks import trims_tracebacks
 from spmd.wire.server.declaration import ParameterServer
 
-IMPLEMENTATIONS = ("auto", "cudnn", "triton", "splash", "xla", "chunked")  # of attention
+IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")  # of attention
 
 _FITS: dict[str, Callable[[Any], bool]] = {  # values of tables that may be given as dicts
     "mesh": lambda size: isinstance(size, int) and not isinstance(size, bool),
@@ -124,18 +124,19 @@ class Memory:
 class Attention:
     """The implementation of attention: of `spmd.nn.attention`, and of JAX's and flax's functions, which models call unchanged.
 
-    `implementation` is "auto", "cudnn" or "triton" (GPUs), "splash" (TPUs), "chunked", or "xla", which holds all scores. None: models
-    compute attention as they are written, and `spmd.nn.attention` is "xla".
+    `implementation` is "auto": the first kernel of the platform that takes a call, on GPUs "cudnn" or "triton", on TPUs "splash"; a call
+    that none takes, and all calls on CPUs, are computed as the model is written. "as_written": so are all calls, with all scores in
+    memory. One of these kernels: it, or an error. "chunked": tile by tile, on every platform.
 
     Args:
       implementation: see above.
 
     Example:
-      >>> Layout(attention=Attention("auto")).attention.implementation
-      'auto'
+      >>> Layout(attention=Attention("chunked")).attention.implementation
+      'chunked'
     """
 
-    implementation: str | None = None
+    implementation: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

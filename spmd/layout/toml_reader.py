@@ -42,6 +42,7 @@ OTHER_NAMES = {
     "zero3": "fsdp",
     "zero_3": "fsdp",
     "fully_sharded": "fsdp",
+    "fsdp_transformer": "fsdp",
     "fully_sharded_data_parallel": "fsdp",
     "tp": "tensor_parallel",
     "megatron": "tensor_parallel",
@@ -250,8 +251,7 @@ class _Reader(Tables):
         return ()
 
     def attention(self, data: dict[str, Any]) -> Attention:
-        values = self.fields(self.table(data, "attention"), "attention", Attention)
-        return Attention(**{"implementation": "auto"} if data.get("attention") == {} else values)
+        return Attention(**self.fields(self.table(data, "attention"), "attention", Attention))
 
     def compiler(self, table: dict[str, Any]) -> Compiler:
         self.unknown(table, [field.name for field in dataclasses.fields(Compiler)], "compiler")

@@ -1,9 +1,9 @@
 """Attention for models whose sequences a layout may shard, by the implementation that the layout or the platform chooses."""
 
-import contextlib
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from spmd.errors import DataError, LayoutError, OptionError, did_you_mean, short_repr
 from spmd.layout.fixes import near_multiples
-from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.nn.attention_kernels import AS_WRITTEN, KERNELS, Attend, choose
 from spmd.nn.constraints import manual_axes
 from spmd.nn.parallel_context import ParallelConfig, current
@@ -41,8 +40,9 @@ def attention(
 ) -> jax.Array:
     """Softmax attention: for every query, the mean of the values, weighted by the softmax of the scores of its key.
 
-    Which implementation computes it is said by the argument, or by the layout's `[attention]`; without either it is "xla". "auto" takes
-    the first that the platform has and that takes the shapes and options; the choice is among the notes of a run. Under  [sequence]
+    Which implementation computes it is said by the argument, or by the layout's `[attention]`; outside of a step it is "xla", which holds
+    all scores. "auto", the default of layouts, takes the first kernel that the platform has and that takes the shapes and options, and
+    "xla" where there is none; the choice is among the notes of a run. The results are equal up to rounding. Under  [sequence]
     axis = "context"  the sequence is sharded over the devices of that axis. Keys and values are passed around the ring of devices, and no
     device ever holds the full sequence or its score matrix (`spmd.nn.ring_attention`, with sources). The result is the same up to the
     order of sums, in float32.
@@ -60,7 +60,7 @@ def attention(
       scale: of the scores; 1 / sqrt(head_dim) by default.
       soft_cap: a bound on scores: x becomes soft_cap * tanh(x / soft_cap).
       dropout: the share of weights that are dropped, drawn with `dropout_key`.
-      implementation: "auto", "cudnn", "triton", "splash", "xla" or "chunked"; None: that of the layout.
+      implementation: "auto", "cudnn", "triton", "splash", "chunked" or "xla"; None: that of the layout.
       dropout_key: a key of `jax.random`; needed with `dropout`.
 
     Returns:
@@ -89,33 +89,40 @@ def attention(
     return attend(Attend(scoring, query, key, value, arrays), implementation)
 
 
-def attend(call: Attend, implementation: str | None = None) -> jax.Array:
-    """An attention by the implementation that is asked for, by the argument or the layout, and sharded as the layout says."""
+def attend(call: Attend, implementation: str | None = None, as_written: Callable[[], jax.Array] | None = None) -> jax.Array:
+    """An attention by the implementation that is asked for, by the argument or the layout, and sharded as the layout says.
+
+    Args:
+      as_written: what the model itself computes, in place of "xla".
+    """
     parallel = current()
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise OptionError(f'attention: no implementation "{implementation}".', fix=did_you_mean(implementation, IMPLEMENTATIONS))
-    if parallel.attention is not None:
-        parallel.used.add("attention")
+    names = ("auto", *KERNELS)
+    if implementation is not None and implementation not in names:
+        raise OptionError(f'attention: no implementation "{implementation}".', fix=did_you_mean(implementation, names))
+    parallel.used.add("attention")
     axis = parallel.sequence.axis
     if axis is not None:
         parallel.used.add("sequence")
         if parallel.axis_size(axis) > 1:
             return _ring(parallel, axis, call, implementation)
-    wanted, platform = implementation or parallel.attention or "xla", parallel.platform or jax.default_backend()
+    wanted, platform = implementation or parallel.attention, parallel.platform or jax.default_backend()
     local = _Sharded(parallel, call)
     name, reasons = choose(wanted, local.call, platform)
     if name in reasons:
         raise _cannot(wanted, reasons[name], implementation is None, choose("auto", local.call, platform)[0])
-    if wanted != "xla":
+    if name != "xla" or reasons:
+        by = "computed as it is written, with all scores" if name == "xla" else name
         declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
-        parallel.notes[f"{'note: ' if reasons else ''}attention of {local.call}: {name}{declined}."] = None
-    with jax.named_scope(AS_WRITTEN) if name == "xla" else contextlib.nullcontext():
-        return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
+        parallel.notes[f"{'note: ' if reasons else ''}attention of {local.call}: {by}{declined}."] = None
+    if name == "xla":
+        with jax.named_scope(AS_WRITTEN):
+            return as_written() if as_written else KERNELS[name].run(call)
+    return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
 
 
 def _cannot(wanted: str, why: str, by_layout: bool, other: str) -> OptionError | LayoutError:
     """The error for an implementation that cannot compute what it is asked for; `other` is what "auto" takes."""
-    fix = f'implementation = "auto", which is {other} here.'
+    fix = f'implementation = "auto", which is {"as written" if other == "xla" else other} here.'
     if by_layout:
         return LayoutError(f'[attention] implementation = "{wanted}": {why}.', fix=fix)
     return OptionError(f'attention(implementation="{wanted}"): {why}.', fix=fix)
@@ -197,7 +204,7 @@ def _ring(parallel: ParallelConfig, axis: str, call: Attend, implementation: str
     if refused := [option for option in call.options if option in ("a mask", "a bias")]:
         fix = "a layout without [sequence], or attention without them."
         raise OptionError(f"{where}: the ring does not take {', '.join(refused)}.", fix=fix)
-    wanted, platform = implementation or parallel.attention or "auto", parallel.platform or jax.default_backend()
+    wanted, platform = implementation or parallel.attention, parallel.platform or jax.default_backend()
     local = _Sharded(parallel, call)
     name, reasons = choose(wanted, local.call, platform, in_ring=True)
     if name in reasons:

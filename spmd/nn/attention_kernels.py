@@ -13,6 +13,7 @@ from spmd.layout.compiler import GPU
 from spmd.nn import flash_kernel
 from spmd.nn.chunked_attention import CHUNKED, chunked_attention, plain_attention
 from spmd.nn.flash_kernel import FLASH
+from spmd.nn.parallel_context import ParallelConfig
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_attention
 from spmd.tree import describe
 
@@ -237,7 +238,8 @@ KERNELS = {
     "xla": Kernel(_xla),
     "chunked": Kernel(_chunked, tiles=CHUNKED),
 }
-PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",)}  # by platform; "chunked" is behind them
+ESTIMATE = "cpu, in place of the target"  # a platform: a plan for GPUs or TPUs, without their compiler
+PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",), ESTIMATE: ("chunked",)}  # by platform
 
 
 def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = False) -> tuple[str, dict[str, str]]:
@@ -245,6 +247,8 @@ def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = 
 
     A kernel that is asked for and cannot is chosen, too, with the reason.
     """
+    if implementation == "as_written":
+        implementation = "xla"
     if implementation != "auto":
         why = KERNELS[implementation].why_not(call, platform, in_ring)
         return implementation, {implementation: why} if why else {}
@@ -256,4 +260,11 @@ def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = 
         if why is None:
             return name, reasons
         reasons[name] = why
-    return "chunked", reasons
+    return "chunked" if in_ring else "xla", reasons  # a ring needs tiles
+
+
+def may_replace(parallel: ParallelConfig) -> bool:
+    """Whether attention that a model computes itself may be computed in another way."""
+    platform = parallel.platform or jax.default_backend()
+    automatic = platform in PREFERRED or parallel.sequence.axis is not None
+    return automatic if parallel.attention == "auto" else parallel.attention != "as_written"

@@ -31,7 +31,7 @@ class ParallelConfig:
 
     Attributes:
       data: the mesh axes over which rows are sharded. In the manual step they are already manual, and a module sees one worker's rows.
-      attention: the layout's implementation of attention; None: the layout says nothing.
+      attention: the implementation of attention, of the layout's `[attention]`.
       platform: of the devices, "cpu", "cuda" ...; None: this process's.
       in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.layer_order`).
       unroll: whether loops are unrolled (for a convolution in a loop's body, on a CPU).
@@ -50,7 +50,7 @@ class ParallelConfig:
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
-    attention: str | None = None
+    attention: str = "auto"
     platform: str | None = None
     in_stage_order: bool = False
     unroll: bool = False
@@ -79,7 +79,7 @@ class ParallelConfig:
             if axis is not None and table not in self.used:
                 why = f'[{table}] axis = "{axis}", but the loss never calls {function}, so nothing is sharded over "{axis}".'
                 raise LayoutError(f"{source}: {why}", fix=f"{function} in the model, or a layout without [{table}].")
-        if self.attention is not None and "attention" not in self.used:
+        if self.attention not in ("auto", "as_written") and "attention" not in self.used:
             why = f'{source}: [attention] implementation = "{self.attention}", but the loss has no attention that it applies to.'
             why += "".join(f"\n    {note.removeprefix('note: ')}" for note in notes if note.startswith("note: attention in "))
             raise LayoutError(why, fix=f"a model with {ATTENTIONS}; or a layout without [attention].")
@@ -147,7 +147,7 @@ def _widened(leaf: jax.Array) -> jax.Array:
     return leaf.astype("float32") if leaf.dtype == "bfloat16" else leaf
 
 
-UNSHARDED = ParallelConfig()
+UNSHARDED = ParallelConfig(attention="as_written")
 _CURRENT: contextvars.ContextVar[ParallelConfig] = contextvars.ContextVar("parallel", default=UNSHARDED)
 
 

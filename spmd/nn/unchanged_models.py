@@ -1,5 +1,6 @@
 """The attention of models that call JAX's and flax's functions, by the implementation of the layout's `[attention]`."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from spmd.nn.attention import attend
-from spmd.nn.attention_kernels import AS_WRITTEN, Attend
-from spmd.nn.parallel_context import current
+from spmd.nn.attention_kernels import AS_WRITTEN, Attend, may_replace
+from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.scoring import ScoreArrays, Scoring, with_dropout
 
 PRODUCTS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")  # functions of the model's own, in linen
@@ -23,7 +24,7 @@ def _of_jax(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = _arguments(original, args, kwargs)
     if given["return_residual"]:
         return _as_written("jax", "it returns the normalisers", original, args, kwargs)
-    if current().attention == "xla" and given["implementation"] is None:
+    if current().attention == "as_written" and given["implementation"] is None:
         return _as_written("jax", "", original, args, kwargs)
     query, key, value, bias, mask, scale = (given[name] for name in ("query", "key", "value", "bias", "mask", "scale"))
     plain = {**given, "implementation": "xla"}
@@ -36,7 +37,7 @@ def _of_jax(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         (window, window) if isinstance(window, int) else window or (None, None),
     )
     arrays = ScoreArrays(_with_dims(mask, 4), _with_dims(bias, 4), key_lengths=given["key_value_seq_lengths"])
-    out = attend(Attend(scoring, query, key, value, arrays), given["implementation"])
+    out = attend(Attend(scoring, query, key, value, arrays), given["implementation"], lambda: original(*args, **kwargs))
     if lengths is not None:
         within = jnp.arange(query.shape[1]) < lengths[:, None]
         out = jnp.where(within[:, :, None, None], out, jnp.zeros_like(out))
@@ -59,13 +60,18 @@ def _of_linen(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 CALLS = {"jax": _of_jax, "nnx": _of_nnx, "linen": _of_linen}  # for `replaced_calls`
 
 
+def with_calls(parallel: ParallelConfig) -> ParallelConfig:
+    """A configuration under which calls of JAX's and flax's attention are replaced, if they may be."""
+    return dataclasses.replace(parallel, calls=CALLS) if may_replace(parallel) else parallel
+
+
 def _of_flax(
     name: str, promote: Callable[..., Any], given: dict[str, Any], original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Attention with flax's arguments."""
     own = [argument for argument in PRODUCTS if given.get(argument) is not None]
     why = "its weights are sown" if given["module"] is not None else f"it has its own {', '.join(own)}" if own else ""
-    if why or current().attention == "xla":
+    if why or current().attention == "as_written":
         return _as_written(name, why, original, args, kwargs)
     like = jax.eval_shape(lambda arrays: original(**{**given, **arrays}), _arrays(given))  # raises what flax raises
     query, key, value = promote(given["query"], given["key"], given["value"], dtype=given["dtype"])
@@ -85,7 +91,7 @@ def _of_flax(
     if dropout:
         scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         scoring, arrays = with_dropout(scoring, arrays, given["dropout_rng"], scores, shared=given["broadcast_dropout"])
-    return attend(Attend(scoring, query, key, value, arrays)).reshape(like.shape)
+    return attend(Attend(scoring, query, key, value, arrays), as_written=lambda: original(*args, **kwargs)).reshape(like.shape)
 
 
 def _as_written(name: str, why: str, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from spmd.jaxpr import equations, inlined, inner_jaxprs, scanned, without_unused
 from spmd.nn.attention import attend
-from spmd.nn.attention_kernels import AS_WRITTEN, Attend
+from spmd.nn.attention_kernels import AS_WRITTEN, Attend, may_replace
 from spmd.nn.inner_program import InnerProgram, recorded_programs
 from spmd.nn.parallel_context import current
 from spmd.nn.scoring import ScoreArrays, Scoring
@@ -31,17 +31,17 @@ SMALL = 32  # equations: functions of jax.numpy are jits of so many at most, and
 
 
 def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pure function of arrays, with the attention that it writes out replaced, if the layout that is in force has `[attention]`.
+    """A pure function of arrays, with the attention that it writes out replaced as the `[attention]` of the layout in force says.
 
     Example:
       >>> double = fuse_attention(lambda x: 2 * x)
-      >>> double(jnp.ones(2))  # without [attention], the function itself
+      >>> double(jnp.ones(2))  # outside of a step, the function itself
       Array([2., 2.], dtype=float32)
     """
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if current().attention in (None, "xla"):
+        if not may_replace(current()):
             return function(*args)
         with recorded_programs() as programs:
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -201,9 +201,20 @@ def _replaced(found: Found, program: list[Any], outputs: Iterable[Any]) -> list[
         return "its weights are used elsewhere"
     if id(found.product) in kept:
         return "its scores are used elsewhere"
-    [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
+    try:
+        [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
+    except _NoKernelError:
+        return "no kernel takes it"
     equation = equation.replace(invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info)
     return [equation if old is found.weighted else old for old in program]
+
+
+class _NoKernelError(Exception):
+    """Attention stays as the model has it; a note of `attend` says why."""
+
+
+def _no_kernel() -> jax.Array:
+    raise _NoKernelError
 
 
 def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
@@ -234,7 +245,7 @@ def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
         for part, x in zip(found.biases, biases, strict=True):
             more = arrange(x, part.kept(sizes), sizes, full).astype(jnp.promote_types(x.dtype, jnp.float32)) * part.factor
             bias = more if bias is None else bias + more
-        out = attend(Attend(scoring, by_query, by_key, values, ScoreArrays(mask, bias, key_mask)))
+        out = attend(Attend(scoring, by_query, by_key, values, ScoreArrays(mask, bias, key_mask)), as_written=_no_kernel)
         order = wide((*dims.rows, *dims.queries, *heads, *dims.width), sizes)
         out = out.reshape([sizes[role] for role in order])
         out = jnp.transpose(out, [order.index(role) for role in wide(found.result, sizes)])

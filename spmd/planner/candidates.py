@@ -16,7 +16,7 @@ from pathlib import Path
 from spmd.errors import OptionError, type_name
 from spmd.fields import as_toml
 from spmd.layout.remat import Remat
-from spmd.layout.schema import Attention, Layout
+from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import shipped
 from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
@@ -267,20 +267,6 @@ def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layo
             fix='"exact" (layouts whose updates equal those of one device), "all", or a list of layouts: ["fsdp", "my.toml"].',
         )
     return tuple(dict.fromkeys(Layout.load(layout) for layout in candidates)), {}
-
-
-def with_fused_attention(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], dict[str, str]]:
-    """Layouts with `[attention]`, also those that say nothing of it; and the reasons for those left out, which others then equal."""
-    declared = {_comparable(layout): layout.name for layout in layouts if layout.attention.implementation is not None}
-    fused, left_out = [], {}
-    for layout in layouts:
-        if layout.attention.implementation is None:
-            layout = dataclasses.replace(layout, attention=Attention("auto"))
-            if other := declared.get(_comparable(layout)):
-                left_out[layout.name] = f"with fused attention it is {other}"
-                continue
-        fused.append(layout)
-    return tuple(fused), left_out
 
 
 def update_differences(layout: Layout) -> str | None:

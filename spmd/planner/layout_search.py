@@ -5,7 +5,6 @@ memory, if its lower bound on time (`planner/lower_bounds.py`) exceeds the best 
 recomputation already fits. Candidates near the fastest plan so far are compiled first.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -17,9 +16,9 @@ from typing import Any
 from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError
 from spmd.layout.remat import Remat
-from spmd.layout.schema import Attention, Layout
+from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh, outside_of_mesh
-from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats, with_fused_attention
+from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats
 from spmd.planner.compile import check_timeout, compiler_of
 from spmd.planner.compiler_search import TUNED, tune, why_not_tuned
 from spmd.planner.lower_bounds import LowerBounds, divided_activations, lower_bounds_of, trainable_paths
@@ -96,9 +95,6 @@ def search(
     left_out = {name: f'{why}; candidates="all" includes it' for name, why in left_out.items()}
     say(f"compiling for one device, of {cluster}")
     alone = _alone(config, cluster, batch, timeout)
-    if candidates in ("exact", "all") and alone.layout.attention.implementation is not None:
-        layouts, same = with_fused_attention(layouts)
-        left_out |= same
     if candidates in ("exact", "all"):
         layouts = without_names(layouts, alone.program)
     space = CandidateSpace(layouts, remats(alone.program.placed), cluster.count, rows)
@@ -128,19 +124,13 @@ def search(
 
 
 def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float) -> Plan:
-    """The plan of the step on one device of a cluster; on accelerators attention, if the model has any, is fused."""
+    """The plan of the step on one device of a cluster."""
     compiler, _ = compiler_of(cluster.target, cluster.nodes)
-    platform, memory = cluster.target.platform, usable_memory(cluster.target)
+    memory = usable_memory(cluster.target)
     mesh, one = abstract_mesh(MeshSpec((("data", 1),))), Cluster(1, 1, cluster.target)
 
-    def plan(layout: Layout) -> Plan:
-        placed = PlacedModel(config, mesh, layout, platform=platform, kernels=compiler, device_memory=memory)
-        return build_plan(Plan, placed, batch, one, timeout=timeout)
-
-    if platform != "cpu":
-        with contextlib.suppress(LayoutError):  # the model has no attention
-            return plan(Layout(attention=Attention("auto")))
-    return plan(Layout())
+    placed = PlacedModel(config, mesh, Layout(), platform=cluster.target.platform, kernels=compiler, device_memory=memory)
+    return build_plan(Plan, placed, batch, one, timeout=timeout)
 
 
 def _fastest_first(plans: Mapping[Candidate, Plan]) -> list[tuple[Candidate, Plan]]:

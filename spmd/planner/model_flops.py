@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.jaxpr import equations, inner_jaxprs
-from spmd.layout.schema import Layout
+from spmd.layout.schema import Attention, Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.cost import attention_products
 from spmd.train.activations import Seen
@@ -20,8 +20,9 @@ WIDEST = 8  # outputs for each input of a layer inside a model; a head over a vo
 
 
 def trace_model(program: Program) -> Any:
-    """The jaxpr of the loss on a full batch, for a single device."""
-    placed = program.placed.with_layout(abstract_mesh(MeshSpec((("data", 1),))), Layout(), accumulate=1)
+    """The jaxpr of the loss on a full batch, for a single device, with attention as it is written."""
+    layout = Layout(attention=Attention("as_written"))
+    placed = program.placed.with_layout(abstract_mesh(MeshSpec((("data", 1),))), layout, accumulate=1)
     _, jaxpr = trace_objective(placed, placed.objective.for_training(), program.sample, program.rows, Seen(placed.resolved), {})
     return jaxpr.jaxpr
 

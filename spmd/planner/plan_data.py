@@ -14,6 +14,7 @@ from spmd.layout.compiler import TRITON, compiler_notes
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
+from spmd.nn.attention_kernels import PREFERRED
 from spmd.nn.schedule import Schedule
 from spmd.planner.communication_notes import crossing_notes, gathered_stacks, repeated_exchanges, small_collectives
 from spmd.planner.compile import Compiled, compile_step
@@ -202,29 +203,47 @@ def _period_notes(server: ParameterServer | None, period: SyncPeriod, module: Mo
     return notes
 
 
-def _large_arrays(memory: Memory, placed: PlacedModel, products: LargeProducts) -> list[str]:
-    """Notes on scores of attention, and on logits, that are among the largest temporaries, with what computes them in parts."""
+def in_parts(placed: PlacedModel) -> str:
+    """The implementation of attention that stores no array of all scores where the layout's own does."""
+    written = placed.resolved.layout.attention.implementation == "as_written"
+    return "auto" if written and placed.kernels in PREFERRED else "chunked"
 
-    def dims(array: str) -> list[int]:
-        return [int(size) for size in re.findall(r"\d+", array.partition("[")[2].partition("]")[0])]
+
+def stored_scores(memory: Memory, placed: PlacedModel, products: LargeProducts) -> list[tuple[int, str, str]]:
+    """The largest temporaries that hold all scores of an attention: bytes, the array, and where in the model it is."""
+    weights = [leaf.shape for leaf in flatten(placed.abstract_state.params).values()]  # a gradient may have a length's sides
 
     def are_scores(sizes: list[int]) -> bool:
         return any(
             _has(sizes, pair) and not any(_has(w, pair) and math.prod(sizes) <= math.prod(w) for w in weights) for pair in products.scores
         )
 
-    weights = [leaf.shape for leaf in flatten(placed.abstract_state.params).values()]  # a gradient may have a length's sides
-    large = [(size, array, where, dims(array)) for size, array, where in memory.largest if size >= LARGE * memory.peak]
-    plain = placed.resolved.layout.attention.implementation in (None, "xla")
-    scores = [found for found in large if plain and are_scores(found[3])]
+    if placed.resolved.layout.attention.implementation not in ("auto", "as_written"):
+        return []
+    return [(size, array, where) for size, array, where in memory.largest if are_scores(_sizes(array))]
+
+
+def _sizes(array: str) -> list[int]:
+    """The shape of an array in text.
+
+    >>> _sizes("float32[8,4,64,64] x 2")
+    [8, 4, 64, 64]
+    """
+    return [int(size) for size in re.findall(r"\d+", array.partition("[")[2].partition("]")[0])]
+
+
+def _large_arrays(memory: Memory, placed: PlacedModel, products: LargeProducts) -> list[str]:
+    """Notes on scores of attention, and on logits, that are among the largest temporaries, with what computes them in parts."""
+    large = [(size, array, where, _sizes(array)) for size, array, where in memory.largest if size >= LARGE * memory.peak]
+    scores = [found for found in stored_scores(memory, placed, products) if found[0] >= LARGE * memory.peak]
     logits = [found for found in large if any(v in found[3] and math.prod(found[3]) > width * v for width, v in products.logits)]
     return [
         f"note: {what} are stored: {array}, {format_bytes(size)} of {format_bytes(memory.peak)}{f', in {where}' if where else ''}; {fix}."
         for what, found, fix in (
-            ("all scores of attention", scores, '[attention] implementation = "auto" computes them in parts'),
+            ("all scores of attention", scores, f'[attention] implementation = "{in_parts(placed)}" computes them in parts'),
             ("the logits of all tokens", logits, "spmd.losses.cross_entropy_from_features computes them in parts"),
         )
-        for size, array, where, _ in found[:1]
+        for size, array, where, *_ in found[:1]
     ]
 
 

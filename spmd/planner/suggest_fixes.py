@@ -13,7 +13,7 @@ from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import microbatches, remat_level, remats
 from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.model_flops import large_products, trace_model
-from spmd.planner.plan_data import PlanData, PlanT, build_plan
+from spmd.planner.plan_data import PlanData, PlanT, build_plan, in_parts, stored_scores
 from spmd.planner.target import LARGEST, MIN_SAVING
 from spmd.planner.text_report import seconds
 from spmd.tree import format_bytes
@@ -98,13 +98,12 @@ _Changes = Iterator[tuple[str, dict[str, Any]]]  # as text, and the layout, mesh
 
 def fuse_attention(plan: PlanData) -> _Changes:
     """Attention that is computed in parts, where all scores are stored."""
-    if plan.layout.attention.implementation not in (None, "xla"):
-        return
     with gpu_of(plan.cluster.target):
-        scores = large_products(plan.program, trace_model(plan.program)).scores
-    if scores:
-        attention = dataclasses.replace(plan.layout.attention, implementation="auto")
-        yield '[attention] implementation = "auto"', {"layout": dataclasses.replace(plan.layout, attention=attention)}
+        products = large_products(plan.program, trace_model(plan.program))
+    if stored_scores(plan.memory, plan.program.placed, products):
+        implementation = in_parts(plan.program.placed)
+        attention = dataclasses.replace(plan.layout.attention, implementation=implementation)
+        yield f'[attention] implementation = "{implementation}"', {"layout": dataclasses.replace(plan.layout, attention=attention)}
 
 
 def _remat(plan: PlanData) -> _Changes:

@@ -25,9 +25,10 @@ from spmd.models.base import Model, Variables
 from spmd.models.flax_linen import LinenModel
 from spmd.models.frozen import Frozen, FrozenModel, join
 from spmd.models.wrap import wrap
+from spmd.nn.attention_kernels import ESTIMATE, PREFERRED
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
-from spmd.nn.unchanged_models import CALLS
+from spmd.nn.unchanged_models import with_calls
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
@@ -321,17 +322,18 @@ class PlacedModel:
         """How the forward pass is sharded."""
         layout = self._fitted.layout
         data = self._fitted.data_axes
-        return ParallelConfig(
+        kernels = ESTIMATE if self.platform in PREFERRED and self.kernels not in PREFERRED else self.kernels
+        parallel = ParallelConfig(
             self.mesh,
             data,
             layout.pipeline,
             layout.sequence,
             layout.experts,
             attention=layout.attention.implementation,
-            platform=self.kernels,
-            calls=CALLS if layout.attention.implementation is not None else {},
+            platform=kernels,
             in_stage_order=self.order is not None,
         )
+        return with_calls(parallel)
 
     @functools.cached_property
     def _abstract(self) -> State:

@@ -285,8 +285,8 @@ class Comparison:
         reduction = "all_reduce" if reduction == "parameter_server" else reduction
         pipeline = dataclasses.replace(layout.pipeline, schedule="gpipe") if self.parts.ticks and not parts.ticks else layout.pipeline
         layout = dataclasses.replace(layout, gradients=Gradients(reduction), parameter_server=ParameterServer(), pipeline=pipeline)
-        if layout.attention.implementation is not None:  # one for bfloat16 may not take float32
-            layout = dataclasses.replace(layout, attention=Attention("auto"))
+        if layout.attention.implementation not in ("auto", "as_written"):  # one for bfloat16 may not take float32
+            layout = dataclasses.replace(layout, attention=Attention("chunked"))
         placed = self.placed.with_layout(self.placed.mesh, layout, accumulate=1, precision="float32")
         step = self.step(placed, given["weights"].shape[0])
         worker = dataclasses.replace(step.worker, microbatches=parts.microbatches, workers_per_position=parts.simulated, training=training)

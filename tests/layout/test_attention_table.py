@@ -13,7 +13,7 @@ from spmd.errors import LayoutError, OptionError
 from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.layout.toml_reader import dumps, loads
 from spmd.nn import attention_kernels
-from spmd.nn.attention_kernels import KERNELS, Attend, choose
+from spmd.nn.attention_kernels import ESTIMATE, KERNELS, Attend, choose
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.planner.gpu_kernels import gpu_of
@@ -43,13 +43,12 @@ def prepared(table, mesh="data=4,model=2", layout="data_parallel", **options):
 
 
 def test_table_round_trips_and_an_empty_one_is_auto():
-    for implementation in IMPLEMENTATIONS:
+    for implementation in IMPLEMENTATIONS[1:]:
         layout = spmd.Layout(attention=spmd.Attention(implementation))
         assert loads(dumps(layout)) == layout != spmd.Layout()
         assert f'[attention]\nimplementation = "{implementation}"' in dumps(layout)
-    assert set(KERNELS) == set(IMPLEMENTATIONS) - {"auto"}
-    assert loads("[attention]").attention.implementation == "auto"
-    assert loads("").attention.implementation is None
+    assert set(KERNELS) - {"xla"} == set(IMPLEMENTATIONS) - {"auto", "as_written"}
+    assert loads("[attention]") == loads("") == spmd.Layout(attention=spmd.Attention("auto"))
 
 
 def test_unknown_values(golden):
@@ -60,10 +59,10 @@ def test_unknown_values(golden):
 
 def test_choice_is_a_note():
     expected = "attention of 32 queries and keys, {} heads of 16, float32, a causal mask: {}."
-    for implementation, name in (("auto", "chunked"), ("chunked", "chunked")):
-        notes = prepared(implementation, causal=True).notes()
-        assert [note for note in notes if "attention" in note] == [expected.format(2, name)], "the heads of one device"
-    assert not [note for note in prepared(None, causal=True).notes() if "attention" in note]
+    notes = prepared("chunked", causal=True).notes()
+    assert [note for note in notes if "attention" in note] == [expected.format(2, "chunked")], "the heads of one device"
+    for implementation in ("auto", "as_written"):  # on CPUs
+        assert not [note for note in prepared(implementation, causal=True).notes() if "attention" in note]
 
 
 @pytest.mark.parametrize("implementation", ["cudnn", "triton", "splash"])
@@ -71,13 +70,13 @@ def test_an_implementation_that_the_platform_does_not_have(implementation, golde
     with pytest.raises(LayoutError) as by_layout:
         prepared(implementation)
     with pytest.raises(OptionError) as by_argument:
-        prepared(None, implementation=implementation)
+        prepared("auto", implementation=implementation)
     golden(f"attention_{implementation}_is_not_there", f"{by_layout.value}\n\n{by_argument.value}")
-    assert prepared("auto") and prepared(None, implementation="auto")
+    assert prepared("auto") and prepared("as_written", implementation="auto")
 
 
 def test_a_loss_without_attention(golden):
-    declared = spmd.Layout(attention=spmd.Attention("auto"), source="mine.toml")
+    declared = spmd.Layout(attention=spmd.Attention("chunked"), source="mine.toml")
     plain = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, lambda params, x: x @ params["w"])
     trainer = spmd.Trainer(plain, loss=lambda model, batch: model(batch).mean(axis=(1, 2)), optimizer=optax.sgd(0.1), layout=declared)
     with pytest.raises(LayoutError) as caught:
@@ -152,10 +151,12 @@ def test_auto_takes_the_first_that_can():
             {"arrays": {"bias": BIAS}},
         ):
             assert choose("auto", attend(**options), "cuda")[0] == "triton"
-        assert choose("auto", attend(size=264), "cuda")[0] == "chunked"
+        assert choose("auto", attend(size=264), "cuda")[0] == "xla"
     assert choose("auto", attend(causal=True), "rocm")[0] == "triton", "without cuDNN"
     assert choose("auto", attend(queries=256, keys=128, size=128, causal=True), "tpu") == ("splash", {})
-    assert choose("auto", attend(dropout=0.5), "cpu") == ("chunked", {})
+    assert choose("auto", attend(dropout=0.5), "cpu") == ("xla", {})
+    assert choose("auto", attend(), ESTIMATE) == ("chunked", {})
+    assert choose("as_written", attend(), "cuda") == ("xla", {})
 
 
 def sharded(mesh, heads, groups, axes=("data",), rows=8, arrays=None, parallel=None):

@@ -212,7 +212,6 @@ def test_shipped_layouts_fit_a_model_with_names(name):
         "zero1": ((), (), ()),
         "fsdp": ((None, "data"), ("data",), ("data", None)),
         "fsdp_bf16": ((None, "data"), ("data",), ("data", None)),
-        "fsdp_transformer": ((None, "data"), ("data",), ("data", None)),
         "tensor_parallel": ((None, "model"), (), ("model", None)),
         "sequence_parallel": ((None, "model"), (), ("model", None)),
         "conv_data_dense_model": ((None, "model"), (), ("model", None)),

@@ -87,7 +87,6 @@ def test_shipped_layout_names():
         "fsdp_pipeline_tensor",
         "fsdp_sequence_parallel",
         "fsdp_tensor_parallel",
-        "fsdp_transformer",
         "hierarchical_int8",
         "parameter_server",
         "parameter_server_async",

@@ -30,7 +30,7 @@ MASK = random_mask(ROWS, 1, LENGTH, LENGTH) | jnp.eye(LENGTH, dtype=bool)
 
 
 def scope(**options):
-    return parallel_scope(ParallelConfig(attention="auto", platform="cpu", calls=CALLS, used=set(), notes={}, **options))
+    return parallel_scope(ParallelConfig(attention="chunked", platform="cpu", calls=CALLS, used=set(), notes={}, **options))
 
 
 def both(function, *arrays):
@@ -298,7 +298,7 @@ def test_without_the_table_nothing_is_traced_again():
         calls.append(x)
         return x
 
-    for attention in (None, "xla"):
+    for attention in ("auto", "as_written"):
         with parallel_scope(ParallelConfig(attention=attention)):
             assert fuse_attention(run)(1) == 1
     assert calls == [1, 1]
@@ -434,7 +434,7 @@ def test_training_equals_that_without_the_table(model, layout, mesh, options, mo
     """On eight devices, with several tiles; the notes name the attention."""
     monkeypatch.setattr(chunked_attention, "TILE", 7)
     (ours, ours_after, trainer), (plain, plain_after, plain_trainer) = (
-        trained(model, layout, mesh, name, **options) for name in ("auto", None)
+        trained(model, layout, mesh, name, **options) for name in ("chunked", "as_written")
     )
     assert ours == pytest.approx(plain, abs=2e-6) and plain[0] > plain[2] + 0.1
     assert worst(ours_after, plain_after) < 1e-5
@@ -470,15 +470,15 @@ def test_a_plan_for_gpus_has_no_array_of_all_scores():
     """cuDNN's attention, planned without a GPU."""
     batch = np.zeros((8, 1024, 256), np.float32), np.zeros(8, np.int32)
     peaks = {}
-    for name in (None, "auto"):
+    for name in ("as_written", "auto"):
         layout = dataclasses.replace(spmd.Layout.load("fsdp"), attention=spmd.Attention(name))
         options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "precision": "bfloat16"}
         plan = spmd.plan(lambda: Causal(), batch, target="8xh100", layout=layout, **options)
         scores = [array for _, array, _ in plan.memory.largest if array.count("1024") > 1]
         peaks[name] = plan.memory.peak
-        assert bool(scores) is (name is None)
+        assert bool(scores) is (name == "as_written")
     assert any(note.endswith("a causal mask: cudnn.") for note in plan.notes)
-    assert peaks["auto"] < peaks[None]
+    assert peaks["auto"] < peaks["as_written"]
 
 
 def test_a_layout_with_nothing_to_replace_says_why(golden):
@@ -490,7 +490,7 @@ def test_a_layout_with_nothing_to_replace_says_why(golden):
             w = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x, x), axis=-1)
             return self.out(jnp.einsum("bqk,bkd->bqd", w, x)).mean(axis=1) + w.max()
 
-    layout = spmd.Layout(attention=spmd.Attention("auto"), source="mine.toml")
+    layout = spmd.Layout(attention=spmd.Attention("chunked"), source="mine.toml")
     trainer = spmd.Trainer(lambda: Kept(), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), layout=layout)
     with pytest.raises(spmd.errors.LayoutError) as caught:
         trainer.prepare((np.ones((8, 5, 8), np.float32), np.zeros(8, np.int32)))

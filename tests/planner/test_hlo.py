@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd.mesh import MeshSpec
-from spmd.planner.cost import FREE
+from spmd.planner.cost import FREE, cost_of
 from spmd.planner.hlo import Array, arrays_of, collective_kind, groups, parse, payload
 from spmd.planner.kernel_time import matmul, product_time
 from spmd.planner.target import Cluster
@@ -211,3 +211,33 @@ ENTRY %main (x: f32[8], y: bf16[2]) -> f32[8] {{
 """
     [start] = [instr for instr in parse(program).computations["main"] if instr.name == "start"]
     assert [str(array) for array in payload(start)] == STARTS[text]
+
+
+ASYNCHRONOUS = """HloModule step, num_partitions=1
+
+%fused (param_0: bf16[12,32,64], param_1: s32[], param_2: bf16[32,64]) -> bf16[12,32,64] {
+  %param_0 = bf16[12,32,64]{2,1,0} parameter(0)
+  %param_2 = bf16[32,64]{1,0} parameter(2)
+  %bitcast.1 = bf16[1,32,64]{2,1,0} bitcast(%param_2)
+  %param_1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %update = bf16[12,32,64]{2,1,0} dynamic-update-slice(%param_0, %bitcast.1, %param_1, %zero, %zero)
+}
+
+ENTRY %main (stack: bf16[12,32,64], index: s32[], layer: bf16[32,64]) -> bf16[12,32,64] {
+  %stack = bf16[12,32,64]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %layer = bf16[32,64]{1,0} parameter(2)
+  %fusion-start.6 = ((bf16[12,32,64], s32[], bf16[32,64]), bf16[12,32,64], u32[]) fusion-start(%stack, %index, %layer), calls=%fused
+  ROOT %fusion-done.6 = bf16[12,32,64]{2,1,0} fusion-done(%fusion-start.6)
+}
+"""
+
+
+def test_a_fusion_that_is_started_and_waited_for_writes_once():
+    """As XLA:GPU of jaxlib 0.11 stores what a layer of a scan keeps: one slice of the stack, and not all of it twice."""
+    module = parse(ASYNCHRONOUS)
+    start, done = module.computations["main"][-2:]
+    assert [str(array) for array in start.arrays] == ["bfloat16[12, 32, 64]"]
+    assert done.op == "fusion-done"
+    assert cost_of(module, "main", start).bytes == pytest.approx(2 * 2 * 32 * 64, abs=8), "the layer is read, and written"

@@ -35,7 +35,7 @@ def penalized(model, batch):
 
 @pytest.mark.system
 def test_what_the_notes_name_removes_them():
-    scores, logits = notes(None, penalized)
+    scores, logits = notes("as_written", penalized)
     assert scores.startswith("note: all scores of attention are stored: float32[") and f"{LENGTH}, {LENGTH}]" in scores
     assert scores.endswith('[attention] implementation = "auto" computes them in parts.')
     assert logits.startswith("note: the logits of all tokens are stored: float32[") and str(VOCAB) in logits
@@ -45,7 +45,7 @@ def test_what_the_notes_name_removes_them():
 
 @pytest.mark.system
 def test_each_note_is_about_its_own_array():
-    (scores,) = notes(None, gpt_pipeline.cross_entropy)
+    (scores,) = notes("as_written", gpt_pipeline.cross_entropy)
     assert "scores" in scores
     (logits,) = notes("chunked", spmd.losses.cross_entropy)
     assert "logits" in logits

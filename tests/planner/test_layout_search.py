@@ -22,7 +22,7 @@ from spmd.layout.schema import Batch, Remat
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner import plan_data
-from spmd.planner.candidates import CandidateSpace, chosen_layouts, microbatches, remats, update_differences, with_fused_attention
+from spmd.planner.candidates import CandidateSpace, chosen_layouts, microbatches, remats, update_differences
 from spmd.planner.layout_search import SearchRun
 from spmd.planner.lower_bounds import lower_bounds_of
 from spmd.planner.plan_data import build_plan
@@ -126,11 +126,10 @@ def test_one_layout_is_searched_as_all_that_its_axes_make():
     for group in chosen.groups(1):
         counts[group.mesh.sizes.get("stage", 1)].add(group.layout.pipeline.microbatches)
     assert counts[1] == {None} and counts[4] == {None, 4, 8, 32}
-    layouts, left_out = with_fused_attention([spmd.Layout.load(name) for name in ("fsdp", "fsdp_tensor_parallel", "fsdp_transformer")])
-    assert left_out == {"fsdp": "with fused attention it is fsdp_transformer"}
-    assert [layout.attention.implementation for layout in layouts] == ["auto", "auto"]
-    fused = dataclasses.replace(space("transformer_parallel"), layouts=(layouts[0], spmd.Layout.load("transformer_parallel")))
-    assert not fused.groups(0) and fused.impossible(0) == "every candidate of it is one of a layout with more axes"
+    both = dataclasses.replace(
+        space("transformer_parallel"), layouts=(spmd.Layout.load("fsdp_tensor_parallel"), spmd.Layout.load("transformer_parallel"))
+    )
+    assert not both.groups(0) and both.impossible(0) == "every candidate of it is one of a layout with more axes"
 
 
 def test_what_may_be_recomputed_is_what_repeats():

@@ -1,5 +1,6 @@
 """MFU counts the model's own operations; HFU counts what the program executes, with kernels of attention counted by their shapes."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -138,8 +139,11 @@ def test_cudnn_attention_is_planned_without_cudnn():
     assert fused.timeline.model_flops == 3 * FORWARD / 2 < fused.timeline.flops + UNNEEDED / 2
     assert fused.timeline.flops == plain.timeline.flops + 2 * ROWS * LENGTH * INNER * LENGTH / 2, "scores, again in the backward pass"
     assert str(fused).count("MFU") == 1
+    by_compiler = spmd.Layout(mesh=(("data", 2),))
+    assert make_plan("cudnn", by_compiler, "2xh100", precision="bfloat16").timeline.flops == fused.timeline.flops, "on each device's shards"
+    as_written = dataclasses.replace(by_compiler, attention=spmd.Attention("as_written"))
     with pytest.raises(CompileError, match="cuDNN's attention where XLA partitions it"):
-        make_plan("cudnn", spmd.Layout(mesh=(("data", 2),)), "2xh100", precision="bfloat16")
+        make_plan("cudnn", as_written, "2xh100", precision="bfloat16")
 
 
 @pytest.mark.system

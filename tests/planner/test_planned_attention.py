@@ -112,7 +112,7 @@ def test_kernels_in_a_ring_of_h100s():
 @pytest.mark.system
 def test_plain_attention_has_all_scores():
     """So the search above would find them."""
-    assert planned("xla", "fsdp", "data=4")[1:] == ((0, 0), True)
+    assert planned("as_written", "fsdp", "data=4")[1:] == ((0, 0), True)
 
 
 @pytest.mark.system

@@ -183,11 +183,14 @@ def attention_plan(width, length, rows, target, **options):
 
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("width", [32, 64])
-def test_attention_in_parts_is_the_first_fix_where_scores_are_stored(width, compiler):
-    fused = '[attention] implementation = "auto"'
-    plan = attention_plan(width, 64, 32, CASES["fsdp_on_too_small"]["target"])
-    assert [name for name, _ in fuse_attention(plan)] == [fused], "also where weights are as large as a row is long"
+def test_attention_in_parts_is_the_first_fix_where_scores_are_stored(width):
+    fused = '[attention] implementation = "chunked"'
+    plan = attention_plan(width, 1024, 8, CASES["fsdp_on_too_small"]["target"])
+    assert [name for name, _ in fuse_attention(plan)] == [fused]
     assert plan.fixes()[0].change == fused
+    assert [name for name, _ in fuse_attention(attention_plan(width, 64, 32, CASES["fsdp_on_too_small"]["target"]))] == [fused], (
+        "also where weights are as large as a row is long"
+    )
     assert list(fuse_attention(attention_plan(width, 8, 32, CASES["fsdp_on_too_small"]["target"]))) == [], "scores smaller than queries"
     stored = SimpleNamespace(peak=100, largest=((40, f"float32[{width},{width}]", "grad"), (20, "float32[8,4,64,64] x 2", "attend")))
     (note,) = plan_data._large_arrays(stored, plan.program.placed, LargeProducts(frozenset({(64, 64)}), frozenset()))
@@ -225,7 +228,8 @@ def test_less_rematerialization_lowers_the_cost_of_recomputation(tmp_path):
 @GPU
 @pytest.mark.system
 def test_fused_attention_and_options_of_the_compiler_are_changes_for_gpus():
-    plan = attention_plan(512, 512, 32, "8xh100", layout="data_parallel", precision="bfloat16")
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), attention=spmd.Attention("as_written"))
+    plan = attention_plan(512, 512, 32, "8xh100", layout=layout, precision="bfloat16")
     changes = plan.changes()
     (fused,) = (change for change in changes.tried if change.change == '[attention] implementation = "auto"')
     assert fused.plan.timeline.attention > 0 == plan.timeline.attention and fused.differs == ""

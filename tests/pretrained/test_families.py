@@ -23,7 +23,6 @@ FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ["llama", "llama2", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"]
 LAYOUTS = {  # and their meshes; after a colon, which of several meshes
     "fsdp": "data=8",
-    "fsdp_transformer": "data=8",
     "tensor_parallel": "data=2,model=4",
     "fsdp_tensor_parallel": "data=4,model=2",
     "pipeline": "data=4,stage=2",

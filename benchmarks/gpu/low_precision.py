@@ -1,0 +1,33 @@
+"""Float8 products of an MLP of a billion parameters: whether the program holds them, and whether they are faster than bfloat16."""
+
+from collections.abc import Callable
+
+import spmd
+from benchmarks.gpu import cases
+from benchmarks.gpu.measure import Part, run_part
+
+
+def main(part: Part) -> None:
+    named = cases.steps(part.small)
+    arms: dict[str, Callable[[], None]] = {}
+    for products in ("float8", "bfloat16"):
+        step = named[f"wide {products}"]
+        trainer = spmd.Trainer(step.model, **step.options)
+        batch = step.data()
+        held, placed = [trainer.init(batch)], trainer.place(batch)
+
+        def run(trainer=trainer, held=held, placed=placed) -> None:
+            held[0], metrics = trainer.step(held[0], placed)
+            metrics.wait()
+
+        run()
+        program, _ = trainer.prepare(batch)
+        lowered = program._function(("step", step.rows, True)).lower(trainer.abstract_state, placed.leaves, placed.weights, {})
+        text = lowered.compile().as_text()
+        part.write(f"wide {products}", lines_with_float8=text.count("f8e4m3fn["), float8_matmuls=text.count("__cublas$lt$matmul$f8"))
+        arms["ours " + products] = run
+    part.alternate("wide", arms, 1.0, plan="wide float8")
+
+
+if __name__ == "__main__":
+    run_part(main)

@@ -1,0 +1,47 @@
+"""The optimizer's state, or inputs of layers, in the host's memory: the step, and the most bytes on the device."""
+
+import subprocess
+import sys
+
+import jax
+
+import spmd
+from benchmarks.gpu import cases
+from benchmarks.gpu.measure import Part, peak_bytes, run_part
+
+WHERE = ("device", "host", "remat")
+
+
+def main(part: Part) -> None:
+    """Each in a process of its own: a device's peak only grows."""
+    if len(sys.argv) > 1 and part.name.startswith("offload-"):
+        measure(part, part.name.removeprefix("offload-"))
+        return
+    for number, where in enumerate(WHERE):
+        seconds = part.left / (len(WHERE) - number)
+        command = [sys.executable, "-m", "benchmarks.gpu.offload", "--name", f"offload-{where}", "--seconds", f"{seconds:.0f}"]
+        command += ["--out", part.out, *(["--small"] if part.small else [])]
+        done = subprocess.run(command, timeout=max(seconds, 60.0), capture_output=True, text=True)
+        if done.returncode:
+            part.write(where, failed="ours", error=done.stderr.strip()[-500:])
+
+
+def measure(part: Part, where: str) -> None:
+    if where == "host" and jax.default_backend() == "cpu":
+        part.write(where, failed="ours", error="CPUs have one kind of memory")
+        return
+    step = cases.steps(part.small)[f"offload {where}"]
+    batch = step.data()
+    trainer = spmd.Trainer(step.model, **step.options)
+    held, placed = [trainer.init(batch)], trainer.place(batch)
+
+    def run() -> None:
+        held[0], metrics = trainer.step(held[0], placed)
+        metrics.wait()
+
+    run()
+    part.alternate(where, {"ours": run}, 0.9, plan=f"offload {where}", peak_bytes=peak_bytes())
+
+
+if __name__ == "__main__":
+    run_part(main)
