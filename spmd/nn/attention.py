@@ -14,7 +14,7 @@ from spmd.errors import DataError, LayoutError, OptionError, did_you_mean, short
 from spmd.layout.fixes import near_multiples
 from spmd.nn.attention_kernels import AS_WRITTEN, KERNELS, Attend, choose
 from spmd.nn.constraints import manual_axes
-from spmd.nn.parallel_context import ParallelConfig, current
+from spmd.nn.parallel_context import FUSED, ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, on_this_device, with_dropout
 from spmd.tree import describe
@@ -117,6 +117,7 @@ def attend(call: Attend, implementation: str | None = None, as_written: Callable
     if name == "xla":
         with jax.named_scope(AS_WRITTEN):
             return as_written() if as_written else KERNELS[name].run(call)
+    parallel.used.add(FUSED)
     return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
 
 
@@ -216,6 +217,7 @@ def _ring(parallel: ParallelConfig, axis: str, call: Attend, implementation: str
     start = "note: " if reasons else ""
     parallel.notes[f"{start}attention of {local.call}, in a ring of {parallel.axis_size(axis)} devices: {name}{declined}."] = None
     balanced = call.scoring.causal and parallel.sequence.order == "balanced"
+    parallel.used.add(FUSED)
     kernel = KERNELS[name].tiles
     ring = Ring(parallel, axis, local.rows, local.heads, local.axes, 2 if balanced else 1, call.scoring, kernel)  # type: ignore[arg-type]
     _check_lengths(where, ring, call.query, call.key)

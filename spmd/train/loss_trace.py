@@ -1,14 +1,17 @@
 """The loss, traced on the shapes of a batch: what it returns, its jaxpr, and whether the layout's pipeline fits it."""
 
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from spmd.errors import LayoutError, ModelError
+from spmd.errors import LayoutError, ModelError, SpmdError
+from spmd.jaxpr import equations
 from spmd.models.base import Call, Variables
 from spmd.models.blocks import BlockTrace
-from spmd.nn.parallel_context import parallel_scope
+from spmd.nn.parallel_context import FUSED, ParallelConfig, parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.nn.written_attention import fuse_attention
 from spmd.train.activations import Seen
@@ -51,16 +54,53 @@ def trace_objective(
             blocks.begin()
         return objective(placed.model.bind(variables, call), batch, key)
 
-    def run(variables: Variables, batch: Tree, key: Any) -> tuple:
-        with parallel_scope(parallel):
-            return fuse_attention(forward)(variables, batch, key)
+    def under(parallel: ParallelConfig) -> Callable[..., tuple]:
+        def run(variables: Variables, batch: Tree, key: Any) -> tuple:
+            with parallel_scope(parallel):
+                return fuse_attention(forward)(variables, batch, key)
+
+        return run
 
     variables = abstract(placed.abstract_state.variables)
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
     with naming_in_trace("the loss", sample):
-        trace = jax.make_jaxpr(run, return_shape=True)
-        jaxpr, shapes = trace(variables, sample, jax.eval_shape(lambda: jax.random.key(0)))
+        trace = jax.make_jaxpr(under(parallel), return_shape=True)
+        arguments = variables, sample, jax.eval_shape(lambda: jax.random.key(0))
+        jaxpr, shapes = trace(*arguments)
+    if training and FUSED in parallel.used and _has_derivatives(jaxpr):
+        _check_second_derivative(under, parallel, arguments, placed.resolved.layout.source)
     return shapes, jaxpr
+
+
+def _has_derivatives(jaxpr: Any) -> bool:
+    """Whether a loss differentiates a part of the model itself."""
+    return any(re.search(r"\b(jvp|transpose)\(", str(equation.source_info.name_stack)) for equation in equations(jaxpr.jaxpr))
+
+
+def _check_second_derivative(
+    under: Callable[[ParallelConfig], Callable[..., tuple]], parallel: ParallelConfig, arguments: tuple[Any, ...], source: str
+) -> None:
+    """Check that a loss with derivatives in it has a gradient.
+
+    Raises:
+      LayoutError: it has none with fused attention, and one with attention as it is written.
+    """
+
+    def differentiate(parallel: ParallelConfig) -> Exception | None:
+        def run(variables: Variables, *others: Any) -> Any:
+            return jax.vjp(lambda params: under(parallel)(dataclasses.replace(variables, params=params), *others), variables.params)[0]
+
+        try:
+            jax.eval_shape(run, *arguments)
+        except (SpmdError, NotImplementedError, TypeError, ValueError) as error:  # by the kind of kernel
+            return error
+        return None
+
+    fused = differentiate(dataclasses.replace(parallel, notes={}))
+    as_written = dataclasses.replace(parallel, attention="as_written", calls={}, notes={})
+    if fused is not None and differentiate(as_written) is None:
+        why = f"{source}: the loss differentiates its attention, and fused attention has one derivative only, in reverse mode."
+        raise LayoutError(why, fix='[attention] implementation = "as_written".') from fused
 
 
 def check_pipeline(placed: PlacedModel) -> None:

@@ -209,3 +209,31 @@ def test_kernels_see_the_shards_of_a_device():
     assert sharded("data=8,model=1", 3, 3, rows=4) == ((4, 16, 3, 8), (4, 16, 3, 8), {"data", "model"})
     stages = {"pipeline": spmd.Pipeline("stage")}
     assert sharded("data=2,stage=4", 8, 8, parallel=stages) == ((4, 16, 8, 8), (4, 16, 8, 8), {"data", "stage"})
+
+
+def differentiating(implementation, derivative):
+    """A trainer of a loss that differentiates its attention."""
+
+    def loss(model, x):
+        if derivative == "reverse":
+            return (jax.grad(lambda x: model(x).sum())(x) ** 2).mean(axis=(1, 2, 3))
+        return jax.jvp(model, (x,), (jnp.ones_like(x),))[1] ** 2
+
+    layout = spmd.Layout(attention=spmd.Attention(implementation), source="mine.toml")
+    return spmd.Trainer(model(causal=True), loss=loss, optimizer=optax.sgd(0.1), layout=layout)
+
+
+def test_a_loss_with_a_forward_derivative_of_attention(golden):
+    with pytest.raises(LayoutError) as caught:
+        differentiating("chunked", "forward").prepare(TOKENS)
+    golden("attention_that_a_loss_differentiates", str(caught.value))
+    written = differentiating("as_written", "forward")
+    assert np.isfinite(written.step(written.init(), TOKENS)[1]["loss"])
+
+
+def test_a_loss_with_a_second_derivative_of_attention():
+    """Tiles are plain JAX in the backward pass; kernels for GPUs are not, and are refused like the above."""
+    chunked, written = (differentiating(implementation, "reverse") for implementation in ("chunked", "as_written"))
+    tokens = np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
+    ours, right = (trainer.step(trainer.init(), tokens)[0].params for trainer in (chunked, written))
+    assert_close(ours, right, 1e-5)
