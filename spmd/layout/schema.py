@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, short_repr, type_name, with_article
+from spmd.errors import OptionError, did_you_mean, short_repr, type_name, with_article
 from spmd.fields import as_rules, names
 from spmd.layout.compiler import Compiler
 from spmd.layout.gradients import Gradients
@@ -137,6 +137,11 @@ class Attention:
     """
 
     implementation: str = "auto"
+
+    def __post_init__(self):
+        if self.implementation not in IMPLEMENTATIONS:
+            why = f"Attention(implementation={short_repr(self.implementation)})."
+            raise OptionError(why, fix=did_you_mean(str(self.implementation), IMPLEMENTATIONS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Attention for models whose sequences a layout may shard, by the implementation that the layout or the platform chooses."""
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from spmd.errors import DataError, LayoutError, OptionError, did_you_mean, short
 from spmd.layout.fixes import near_multiples
 from spmd.nn.attention_kernels import AS_WRITTEN, KERNELS, Attend, choose
 from spmd.nn.constraints import manual_axes
-from spmd.nn.parallel_context import FUSED, ParallelConfig, current
+from spmd.nn.parallel_context import FUSED, STORED, ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, on_this_device, with_dropout
 from spmd.tree import describe
@@ -42,7 +43,8 @@ def attention(
 
     Which implementation computes it is said by the argument, or by the layout's `[attention]`; outside of a step it is "xla", which holds
     all scores. "auto", the default of layouts, takes the first kernel that the platform has and that takes the shapes and options, and
-    "xla" where there is none; the choice is among the notes of a run. The results are equal up to rounding. Under  [sequence]
+    "xla" where there is none; the choice is among the notes of a run. The results are equal up to rounding, but those of a query without
+    any key: zeros, where the mean of all values may be what a model computes as it is written. Under  [sequence]
     axis = "context"  the sequence is sharded over the devices of that axis. Keys and values are passed around the ring of devices, and no
     device ever holds the full sequence or its score matrix (`spmd.nn.ring_attention`, with sources). The result is the same up to the
     order of sums, in float32.
@@ -93,7 +95,7 @@ def attend(call: Attend, implementation: str | None = None, as_written: Callable
     """An attention by the implementation that is asked for, by the argument or the layout, and sharded as the layout says.
 
     Args:
-      as_written: what the model itself computes, in place of "xla".
+      as_written: what the model itself computes, in place of "xla" and of what cannot be computed otherwise.
     """
     parallel = current()
     names = ("auto", *KERNELS)
@@ -101,24 +103,42 @@ def attend(call: Attend, implementation: str | None = None, as_written: Callable
         raise OptionError(f'attention: no implementation "{implementation}".', fix=did_you_mean(implementation, names))
     parallel.used.add("attention")
     axis = parallel.sequence.axis
+    if axis is not None and parallel.axis_size(axis) > 1:
+        try:
+            return _ring(parallel, axis, call, implementation)
+        except (OptionError, DataError) as error:
+            if as_written is None:
+                raise
+            parallel.notes[f"note: {error.summary.removesuffix('.')}: it is computed as it is written, with all scores."] = None
+            return _as_written(as_written)
     if axis is not None:
         parallel.used.add("sequence")
-        if parallel.axis_size(axis) > 1:
-            return _ring(parallel, axis, call, implementation)
     wanted, platform = implementation or parallel.attention, parallel.platform or jax.default_backend()
     local = _Sharded(parallel, call)
     name, reasons = choose(wanted, local.call, platform)
+    if name in reasons and implementation is not None and as_written is not None:
+        return _as_written(as_written)  # what the model asks of JAX, JAX may take
     if name in reasons:
         raise _cannot(wanted, reasons[name], implementation is None, choose("auto", local.call, platform)[0])
+    if wanted == "auto" and KERNELS[name].on_shards and local.replicates_rows:
+        reasons[name] = f"the workers do not divide {call.query.shape[0]} rows"
+        name = "xla"
     if name != "xla" or reasons:
         by = "computed as it is written, with all scores" if name == "xla" else name
         declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
         parallel.notes[f"{'note: ' if reasons else ''}attention of {local.call}: {by}{declined}."] = None
     if name == "xla":
-        with jax.named_scope(AS_WRITTEN):
-            return as_written() if as_written else KERNELS[name].run(call)
+        if implementation is None and wanted == "auto":
+            parallel.used.add(STORED)
+        return _as_written(as_written or functools.partial(KERNELS[name].run, call))
     parallel.used.add(FUSED)
     return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
+
+
+def _as_written(function: Callable[[], jax.Array]) -> jax.Array:
+    """Attention in a scope in which nothing is replaced."""
+    with jax.named_scope(AS_WRITTEN):
+        return function()
 
 
 def _cannot(wanted: str, why: str, by_layout: bool, other: str) -> OptionError | LayoutError:
@@ -151,6 +171,11 @@ class _Sharded:
         # each device needs the groups of its heads: where there are fewer groups than devices, they are repeated
         self.groups = groups if groups % self._devices(self.heads) == 0 else math.lcm(groups, self._devices(self.heads))
         self.groups = self.groups if heads % self.groups == 0 else heads
+
+    @property
+    def replicates_rows(self) -> bool:
+        """Whether every worker would compute the rows of all: under `vmap`, or where the workers do not divide them."""
+        return bool(self.parallel.auto_data_axes) and not self.rows
 
     def _devices(self, axes: tuple[str, ...]) -> int:
         return math.prod(map(self.parallel.axis_size, axes))
@@ -217,10 +242,10 @@ def _ring(parallel: ParallelConfig, axis: str, call: Attend, implementation: str
     start = "note: " if reasons else ""
     parallel.notes[f"{start}attention of {local.call}, in a ring of {parallel.axis_size(axis)} devices: {name}{declined}."] = None
     balanced = call.scoring.causal and parallel.sequence.order == "balanced"
-    parallel.used.add(FUSED)
     kernel = KERNELS[name].tiles
     ring = Ring(parallel, axis, local.rows, local.heads, local.axes, 2 if balanced else 1, call.scoring, kernel)  # type: ignore[arg-type]
     _check_lengths(where, ring, call.query, call.key)
+    parallel.used.update(("sequence", FUSED))
     inputs = local.repeated
     arrays = inputs.arrays.lengths_as_mask(call.key.shape[1])
     count, inputs = arrays.count, inputs._replace(arrays=arrays._replace(count=None))

@@ -238,8 +238,8 @@ KERNELS = {
     "xla": Kernel(_xla),
     "chunked": Kernel(_chunked, tiles=CHUNKED),
 }
-ESTIMATE = "cpu, in place of the target"  # a platform: a plan for GPUs or TPUs, without their compiler
-PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",), ESTIMATE: ("chunked",)}  # by platform
+IN_PLACE = "cpu, in place of "  # the platform of a plan for GPUs or TPUs without their compiler begins with this
+PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",)}  # by platform
 
 
 def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = False) -> tuple[str, dict[str, str]]:
@@ -253,18 +253,19 @@ def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = 
         why = KERNELS[implementation].why_not(call, platform, in_ring)
         return implementation, {implementation: why} if why else {}
     reasons: dict[str, str] = {}
-    for name in PREFERRED.get(platform, ()):
+    target = platform.removeprefix(IN_PLACE)
+    for name in PREFERRED.get(target, ()):
         if in_ring and KERNELS[name].tiles is None:
             continue
-        why = KERNELS[name].why_not(call, platform, in_ring)
+        why = KERNELS[name].why_not(call, target, in_ring)
         if why is None:
-            return name, reasons
+            return ("chunked" if target != platform else name), reasons  # an estimate stores no scores where the target would not
         reasons[name] = why
     return "chunked" if in_ring else "xla", reasons  # a ring needs tiles
 
 
 def may_replace(parallel: ParallelConfig) -> bool:
     """Whether attention that a model computes itself may be computed in another way."""
-    platform = parallel.platform or jax.default_backend()
+    platform = (parallel.platform or jax.default_backend()).removeprefix(IN_PLACE)
     automatic = platform in PREFERRED or parallel.sequence.axis is not None
     return automatic if parallel.attention == "auto" else parallel.attention != "as_written"

@@ -23,6 +23,7 @@ from spmd.xla import shard_map
 
 ATTENTIONS = "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or two products and a softmax in a form that is recognised"
 FUSED = "fused attention"  # in `ParallelConfig.used`: attention that has a first derivative only
+STORED = "stored scores"  # in `ParallelConfig.used`: attention that no kernel takes
 MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
 
 

@@ -14,7 +14,8 @@ from spmd.layout.compiler import TRITON, compiler_notes
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
-from spmd.nn.attention_kernels import PREFERRED
+from spmd.nn.attention_kernels import PREFERRED, may_replace
+from spmd.nn.parallel_context import STORED
 from spmd.nn.schedule import Schedule
 from spmd.planner.communication_notes import crossing_notes, gathered_stacks, repeated_exchanges, small_collectives
 from spmd.planner.compile import Compiled, compile_step
@@ -218,7 +219,8 @@ def stored_scores(memory: Memory, placed: PlacedModel, products: LargeProducts) 
             _has(sizes, pair) and not any(_has(w, pair) and math.prod(sizes) <= math.prod(w) for w in weights) for pair in products.scores
         )
 
-    if placed.resolved.layout.attention.implementation not in ("auto", "as_written"):
+    parallel = placed.parallel
+    if parallel.attention != "as_written" and may_replace(parallel) and STORED not in parallel.used:
         return []
     return [(size, array, where) for size, array, where in memory.largest if are_scores(_sizes(array))]
 

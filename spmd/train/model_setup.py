@@ -25,7 +25,7 @@ from spmd.models.base import Model, Variables
 from spmd.models.flax_linen import LinenModel
 from spmd.models.frozen import Frozen, FrozenModel, join
 from spmd.models.wrap import wrap
-from spmd.nn.attention_kernels import ESTIMATE, PREFERRED
+from spmd.nn.attention_kernels import IN_PLACE, PREFERRED
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.nn.unchanged_models import with_calls
@@ -322,7 +322,8 @@ class PlacedModel:
         """How the forward pass is sharded."""
         layout = self._fitted.layout
         data = self._fitted.data_axes
-        kernels = ESTIMATE if self.platform in PREFERRED and self.kernels not in PREFERRED else self.kernels
+        estimated = self.platform in PREFERRED and self.kernels not in PREFERRED
+        kernels = IN_PLACE + self.platform if estimated else self.kernels
         parallel = ParallelConfig(
             self.mesh,
             data,

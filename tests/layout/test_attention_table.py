@@ -13,9 +13,10 @@ from spmd.errors import LayoutError, OptionError
 from spmd.layout.schema import IMPLEMENTATIONS
 from spmd.layout.toml_reader import dumps, loads
 from spmd.nn import attention_kernels
-from spmd.nn.attention_kernels import ESTIMATE, KERNELS, Attend, choose
+from spmd.nn.attention_kernels import IN_PLACE, KERNELS, Attend, choose
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.scoring import ScoreArrays, Scoring
+from spmd.nn.unchanged_models import with_calls
 from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.target import Cluster
 from tests.compare import assert_close
@@ -155,7 +156,9 @@ def test_auto_takes_the_first_that_can():
     assert choose("auto", attend(causal=True), "rocm")[0] == "triton", "without cuDNN"
     assert choose("auto", attend(queries=256, keys=128, size=128, causal=True), "tpu") == ("splash", {})
     assert choose("auto", attend(dropout=0.5), "cpu") == ("xla", {})
-    assert choose("auto", attend(), ESTIMATE) == ("chunked", {})
+    for platform, call in (("cuda", attend()), ("tpu", attend(queries=256, keys=256, size=128))):
+        assert choose("auto", call, IN_PLACE + platform)[0] == "chunked", "an estimate, where the target has a kernel"
+    assert choose("auto", attend(), IN_PLACE + "tpu")[0] == "xla", "where it has none, the target stores scores, too"
     assert choose("as_written", attend(), "cuda") == ("xla", {})
 
 
@@ -237,3 +240,62 @@ def test_a_loss_with_a_second_derivative_of_attention():
     tokens = np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
     ours, right = (trainer.step(trainer.init(), tokens)[0].params for trainer in (chunked, written))
     assert_close(ours, right, 1e-5)
+
+
+def on_gpus(call, *shapes, **options):
+    """The jaxpr of a call on two H100s under the default, and the notes."""
+    mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
+    config = with_calls(ParallelConfig(mesh, ("data",), platform="cuda", used=set(), notes={}, **options))
+    with gpu_of(Cluster.parse("2xh100").target), parallel_scope(config):
+        return str(jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))), config
+
+
+HEADS = ((4, 64, 2, 64), jnp.bfloat16)
+
+
+def test_what_a_model_asks_of_jax_is_left_to_jax_where_the_kernel_does_not_take_it():
+    def call(x, mask):
+        return jax.nn.dot_product_attention(x, x, x, mask=mask, implementation="cudnn")
+
+    jaxpr, config = on_gpus(call, HEADS, ((4, 1, 64, 64), bool))
+    assert "dot_product_attention_fwd" in jaxpr and not config.notes, "JAX makes a bias of the mask"
+
+
+def test_rows_that_the_workers_do_not_divide_are_not_computed_by_each_of_them():
+    def call(x):
+        return jax.vmap(lambda row: jax.nn.dot_product_attention(row, row, row, is_causal=True))(x)
+
+    jaxpr, config = on_gpus(call, HEADS)
+    assert "dot_product_attention_fwd" not in jaxpr
+    (note,) = config.notes
+    assert note.startswith("note: ") and note.endswith("with all scores; cudnn: the workers do not divide 1 rows.")
+    jaxpr, config = on_gpus(lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True), HEADS)
+    assert "dot_product_attention_fwd" in jaxpr and not any(note.startswith("note: ") for note in config.notes)
+
+
+SECOND = {
+    "a mask": lambda x: jax.nn.dot_product_attention(x, x, x, mask=jnp.tril(jnp.ones((32, 32), bool))[None, None]),
+    "asked for": lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="xla"),
+    "one query": lambda x: jax.nn.dot_product_attention(x[:, :1], x, x),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_attention_that_a_ring_does_not_take_is_computed_as_it_is_written(second):
+    """Beside attention that goes around it."""
+
+    def apply(params, x):
+        x = x * params["w"]
+        return (SECOND[second](spmd.nn.attention(x, x, x, causal=True)) ** 2).mean(axis=(1, 2, 3))
+
+    def weights(layout, mesh):
+        whole = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, apply)
+        chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "mesh": mesh, "layout": layout}
+        trainer = spmd.Trainer(whole, **chosen)
+        tokens = np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
+        return trainer.step(trainer.init(), tokens)[0].params, trainer.notes()
+
+    ours, notes = weights("context_parallel", "data=2,context=4")
+    right, _ = weights("data_parallel", "data=8")
+    assert_close(ours, right, 1e-5)
+    assert [note for note in notes if note.startswith("note: ") and note.endswith("computed as it is written, with all scores.")]

@@ -78,7 +78,7 @@ def test_equals_attention_on_one_device(mesh, causal, order):
     sharded = program(parallel, causal=causal)
     outputs = sharded(*inputs())
     assert worst(outputs, unsharded(causal)) < 2e-6
-    assert parallel.used == {"attention", "sequence"}
+    assert parallel.used >= {"attention", "sequence"}
     jaxpr = str(sharded.trace(*inputs()).jaxpr)
     assert "ppermute" in jaxpr, "the arms differ"
     assert "all_gather" not in jaxpr
@@ -225,7 +225,7 @@ def test_memory_grows_with_the_length_of_the_shard_and_not_its_square():
 def test_a_single_device_along_the_axis_is_plain_attention():
     parallel = parallel_config("context=1")
     assert "ppermute" not in str(program(parallel, causal=True).trace(*inputs()).jaxpr)
-    assert parallel.used == {"attention", "sequence"}
+    assert parallel.used >= {"attention", "sequence"}
 
 
 def error_text(error, *arrays, mesh="data=2,context=4", order="balanced", **options):

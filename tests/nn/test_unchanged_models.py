@@ -73,7 +73,7 @@ def test_a_call_is_computed_in_tiles(name, monkeypatch):
     monkeypatch.setattr(chunked_attention, "TILE", 5)
     plain, ours, _, parallel = both(CALLED[name], *inputs()[:3])
     assert worst(ours, plain) < 1e-5
-    assert parallel.used == {"attention"}
+    assert parallel.used == {"attention", "fused attention"}
     assert [note.rpartition(": ")[2] for note in parallel.notes] == ["chunked."]
 
 

@@ -162,7 +162,7 @@ def test_is_computed_in_tiles(name, monkeypatch):
     plain, ours, (written, tiled), parallel = both(function, *arrays)
     assert worst(ours, plain) < 1e-5
     assert [x.dtype for x in ours] == [x.dtype for x in plain]
-    assert parallel.used == {"attention"}
+    assert parallel.used == {"attention", "fused attention"}
     scores = max(math.prod(shape) for shape in written if shape.count(LENGTH) > 1)
     assert scores >= SCORES / 2 and not any(shape.count(LENGTH) > 1 and math.prod(shape) >= scores for shape in tiled)
     calls = [note for note in parallel.notes if not note.endswith("is replaced.")]
@@ -288,7 +288,7 @@ def test_a_sharded_sequence_goes_around_the_ring():
         ours = jax.jit(fuse_attention(run))(*arrays)
         program = jax.jit(fuse_attention(run)).lower(*arrays).as_text()
     assert worst([ours], [run(*arrays)]) < 1e-5
-    assert parallel.used == {"attention", "sequence"} and "collective_permute" in program
+    assert parallel.used >= {"attention", "sequence"} and "collective_permute" in program
 
 
 def test_without_the_table_nothing_is_traced_again():
