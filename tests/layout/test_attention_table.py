@@ -289,9 +289,9 @@ def test_attention_that_a_ring_does_not_take_is_computed_as_it_is_written(second
         return (SECOND[second](spmd.nn.attention(x, x, x, causal=True)) ** 2).mean(axis=(1, 2, 3))
 
     def weights(layout, mesh):
-        whole = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, apply)
+        mixed = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, apply)
         chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "mesh": mesh, "layout": layout}
-        trainer = spmd.Trainer(whole, **chosen)
+        trainer = spmd.Trainer(mixed, **chosen)
         tokens = np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
         return trainer.step(trainer.init(), tokens)[0].params, trainer.notes()
 
