@@ -83,7 +83,8 @@ def main(part: Part) -> None:
         if torch is None:
             part.write(case, failed="torch", error="torch is not installed")
         elif not packed:
-            arms["torch SDPA"] = torch_attention(torch, device, shape)
+            with part.guarded(case, "torch"):
+                arms["torch SDPA"] = torch_attention(torch, device, shape)
         part.alternate(case, arms, 1 / (len(chosen) - number))
 
 

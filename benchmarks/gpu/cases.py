@@ -85,9 +85,15 @@ def gpt2(small: bool) -> Step:
     return Step(lambda: GPT(**sizes, tied=True, rngs=nnx.Rngs(0)), next_token_loss, tokens(rows, sizes["length"], sizes["vocab"]))
 
 
+def restarted(small: bool) -> Step:
+    """GPT-2 with two of its twelve layers."""
+    step, sizes = gpt2(small), (SMALL_GPT2 if small else GPT2) | {"depth": 2}
+    return dataclasses.replace(step, model=lambda: GPT(**sizes, tied=True, rngs=nnx.Rngs(0)))
+
+
 def llama(small: bool) -> Step:
     sizes = SMALL_LLAMA if small else LLAMA
-    rows, length = (2, 64) if small else (4, 2048)
+    rows, length = (2, 64) if small else (2, 2048)  # as many as fit beside two peers in 80 GB
     return Step(lambda: Llama(**sizes, tied=True, rngs=nnx.Rngs(0)), next_token_loss, tokens(rows, length, sizes["vocab"]))
 
 
@@ -204,6 +210,7 @@ def steps(small: bool = False) -> dict[str, Step]:
     named |= {f"wide {products}": wide(small, products) for products in ("bfloat16", "float8")}
     named |= {f"lora {frozen}": lora(small, frozen) for frozen in ("bfloat16", "nf4")}
     named |= {f"offload {where}": offloaded(small, where) for where in ("device", "host", "remat")}
+    named["restart"] = restarted(small)
     named |= {recurrent_name(*case): recurrent(small, *case) for case in RECURRENT}
     return named
 
@@ -247,7 +254,9 @@ class ByHand:
 
 
 def attention_by_hand(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool = False) -> jax.Array:
-    implementation = None if jax.default_backend() == "cpu" and not PRETEND_GPU else "cudnn"
+    on_gpu = PRETEND_GPU or jax.default_backend() == "gpu"
+    narrow = query.dtype in (jnp.bfloat16, jnp.float16)  # a reference in float32 is computed on the CPU
+    implementation = "cudnn" if on_gpu and narrow else None
     return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation=implementation)
 
 

@@ -31,7 +31,8 @@ def main(part: Part) -> None:
     if torch is None:
         part.write("lora", failed="peft", error="torch is not installed")
     else:
-        arms["peft, bfloat16"] = peft_step(torch, device, part.small, batch)
+        with part.guarded("lora", "peft"):
+            arms["peft, bfloat16"] = peft_step(torch, device, part.small, batch)
     named_arms = {"ours " + name: run for name, run in arms.items() if name.startswith("lora")}
     part.alternate("lora", named_arms | {n: r for n, r in arms.items() if not n.startswith("lora")}, 1.0, plan="lora nf4", peaks=peaks)
     gc.collect()
@@ -47,6 +48,7 @@ def peft_step(torch: Any, device: Any, small: bool, batch: dict[str, Any]) -> Ca
     config = transformers.LlamaConfig(**sizes, attn_implementation="sdpa")
     with device:
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.config.use_cache = False
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)

@@ -1,11 +1,12 @@
 """What the parts of the GPU benchmark share: results on disk as they come, arms that alternate, and distances from a reference."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,18 @@ class Part:
         self.write(case, check=name, distance=float(distance), bound=bound, right=right)
         return right
 
-    def alternate(self, case: str, arms: Mapping[str, Callable[[], Any]], share: float, plan: str | None = None, **facts: Any) -> None:
-        """Call the arms in turn, and write the times of each; "ours" comes first.
+    @contextlib.contextmanager
+    def guarded(self, case: str, name: str) -> Iterator[None]:
+        """Around what a peer needs or does: where it does not run, that is written, and the part goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.write(case, failed=name, error=f"{type(error).__name__}: {str(error).strip()[:500]}")
+
+    def alternate(
+        self, case: str, arms: Mapping[str, Callable[[], Any]], share: float, plan: str | None = None, **facts: Any
+    ) -> dict[str, Any]:
+        """Call the arms in turn, write the times of each, and return them; "ours" comes first.
 
         Args:
           arms: each call returns when its work is done. An arm that fails is left out, and what it said is written.
@@ -71,17 +82,22 @@ class Part:
         """
         ends, first, rest = time.monotonic() + share * max(self.left, 0.0), {}, {}
         for name, run in arms.items():
-            try:
+            with self.guarded(case, name):
                 first[name] = seconds(run)
                 run()
                 rest[name] = []
-            except Exception as error:  # a peer that does not run here must not end the part
-                self.write(case, failed=name, error=f"{type(error).__name__}: {str(error).strip()[:500]}")
-        while rest and (len(next(iter(rest.values()))) < LEAST or (time.monotonic() < ends and len(next(iter(rest.values()))) < ROUNDS)):
-            for name in rest:
-                rest[name].append(seconds(arms[name]))
+        done = 0
+        while rest and (done < LEAST or (done < ROUNDS and time.monotonic() < ends)):
+            for name in list(rest):
+                taken = len(rest[name])
+                with self.guarded(case, name):
+                    rest[name].append(seconds(arms[name]))
+                if len(rest[name]) == taken:  # it failed
+                    del rest[name]
+            done += 1
         measured = {name: Times(first[name], tuple(of_arm)).to_json() for name, of_arm in rest.items()}
         self.write(case, times=measured, plan=planned(plan), **facts)
+        return measured
 
 
 def seconds(run: Callable[[], Any]) -> float:

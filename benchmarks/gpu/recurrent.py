@@ -81,8 +81,9 @@ def main(part: Part) -> None:
         if torch is None:
             part.write(name, failed="torch", error="torch is not installed")
         else:
-            arms["torch (cuDNN)"] = torch_layers(torch, device, kind, width, depth, dtype, rows, length)
-        part.alternate(name, arms, 1 / (len(cases.RECURRENT) - number), plan=name)
+            with part.guarded(name, "torch"):
+                arms["torch (cuDNN)"] = torch_layers(torch, device, kind, width, depth, dtype, rows, length)
+        part.alternate(name, arms, 1 / (len(cases.RECURRENT) - number))
 
 
 def torch_layers(torch: Any, device: Any, kind: str, width: int, depth: int, dtype: str, rows: int, length: int) -> Callable[[], None]:

@@ -35,6 +35,8 @@ def main(part: Part) -> None:
 def torchvision_steps(torch: Any, device: Any, batch: dict[str, Any]) -> dict[str, Callable[[], None]]:
     import torchvision
 
+    torch.backends.cudnn.benchmark = True  # as XLA, it then tries algorithms
+
     from benchmarks.gpu import peers
 
     images = torch.from_numpy(batch["image"]).permute(0, 3, 1, 2).to(device, memory_format=torch.channels_last)

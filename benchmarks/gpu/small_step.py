@@ -36,7 +36,8 @@ def main(part: Part) -> None:
     if torch is None:
         part.write("mlp", failed="torch", error="torch is not installed")
     else:
-        arms["torch"] = torch_loop(torch, device, step, data, count)
+        with part.guarded("mlp", "torch"):
+            arms["torch"] = torch_loop(torch, device, step, data, count)
     part.alternate("mlp", arms, 1.0, steps=count)
 
 
