@@ -93,7 +93,7 @@ def restarted(small: bool) -> Step:
 
 def llama(small: bool) -> Step:
     sizes = SMALL_LLAMA if small else LLAMA
-    rows, length = (2, 64) if small else (2, 2048)  # as many as fit beside two peers in 80 GB
+    rows, length = (2, 64) if small else (4, 2048)
     return Step(lambda: Llama(**sizes, tied=True, rngs=nnx.Rngs(0)), next_token_loss, tokens(rows, length, sizes["vocab"]))
 
 
