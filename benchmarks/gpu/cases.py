@@ -62,6 +62,19 @@ class Step:
             for name, array in self.batch.items()
         }
 
+    def arm(self, trainer: spmd.Trainer | None = None) -> Callable[[], None]:
+        """A function that takes one step on the same random batch, and waits for it; its first call compiles."""
+        batch = self.data()
+        trainer = trainer or spmd.Trainer(self.model, **self.options)
+        state, placed = trainer.init(batch), trainer.place(batch)
+
+        def run() -> None:
+            nonlocal state
+            state, metrics = trainer.step(state, placed)
+            metrics.wait()
+
+        return run
+
     def plan(self, target: str) -> Any:
         """The plan for one device of a kind, such as "h100"."""
         shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in self.batch.items()}

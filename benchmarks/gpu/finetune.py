@@ -1,41 +1,22 @@
 """LoRA on a Llama of 1 B, over bfloat16 and 4-bit weights, and the same by transformers and peft."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
-import spmd
 from benchmarks.gpu import cases
-from benchmarks.gpu.measure import Part, peak_bytes, run_part, torch_device
+from benchmarks.gpu.measure import Part, run_part, torch_device
 
 
 def main(part: Part) -> None:
-    arms: dict[str, Callable[[], None]] = {}
-    peaks = {}
     named = cases.steps(part.small)
-    batch = named["lora bfloat16"].data()
-    for name in ("lora nf4", "lora bfloat16"):  # the smaller one first: peaks only grow
-        step = named[name]
-        trainer = spmd.Trainer(step.model, **step.options)
-        held = [trainer.init(batch)]
-        placed = trainer.place(batch)
-
-        def run(trainer=trainer, held=held, placed=placed) -> None:
-            held[0], metrics = trainer.step(held[0], placed)
-            metrics.wait()
-
-        run()
-        peaks[name] = peak_bytes()
-        arms[name] = run
+    arms = {f"ours, {frozen}": named[f"lora {frozen}"].arm() for frozen in ("nf4", "bfloat16")}
     torch, device = torch_device()
     if torch is None:
         part.write("lora", failed="peft", error="torch is not installed")
     else:
         with part.guarded("lora", "peft"):
-            arms["peft, bfloat16"] = peft_step(torch, device, part.small, batch)
-    named_arms = {"ours " + name: run for name, run in arms.items() if name.startswith("lora")}
-    part.alternate("lora", named_arms | {n: r for n, r in arms.items() if not n.startswith("lora")}, 1.0, plan="lora nf4", peaks=peaks)
-    gc.collect()
+            arms["peft, bfloat16"] = peft_step(torch, device, part.small, named["lora bfloat16"].data())
+    part.alternate("lora", arms, 1.0, plan="lora nf4")
 
 
 def peft_step(torch: Any, device: Any, small: bool, batch: dict[str, Any]) -> Callable[[], None]:

@@ -64,7 +64,7 @@ class Part:
 
     @contextlib.contextmanager
     def guarded(self, case: str, name: str) -> Iterator[None]:
-        """Around what a peer needs or does: where it does not run, that is written, and the part goes on."""
+        """Around what a peer needs or does: where it fails, the error is written, and the part continues."""
         try:
             yield
         except Exception as error:
@@ -79,6 +79,7 @@ class Part:
           arms: each call returns when its work is done. An arm that fails is left out, and what it said is written.
           share: of the seconds that the part has left.
           plan: a case of plans.json, whose time is compared with that of "ours".
+          facts: written with the times; without `peak_bytes` there, the most bytes that this process's JAX has had on the device are.
         """
         ends, first, rest = time.monotonic() + share * max(self.left, 0.0), {}, {}
         for name, run in arms.items():
@@ -96,7 +97,7 @@ class Part:
                     del rest[name]
             done += 1
         measured = {name: Times(first[name], tuple(of_arm)).to_json() for name, of_arm in rest.items()}
-        self.write(case, times=measured, plan=planned(plan), **facts)
+        self.write(case, times=measured, plan=planned(plan), **({"peak_bytes": peak_bytes()} | facts))
         return measured
 
 

@@ -5,9 +5,8 @@ import sys
 
 import jax
 
-import spmd
 from benchmarks.gpu import cases
-from benchmarks.gpu.measure import Part, peak_bytes, run_part
+from benchmarks.gpu.measure import Part, run_part
 
 WHERE = ("device", "host", "remat")
 
@@ -29,17 +28,7 @@ def measure(part: Part, where: str) -> None:
     if where == "host" and jax.default_backend() == "cpu":
         part.write(where, failed="ours", error="CPUs have one kind of memory")
         return
-    step = cases.steps(part.small)[f"offload {where}"]
-    batch = step.data()
-    trainer = spmd.Trainer(step.model, **step.options)
-    held, placed = [trainer.init(batch)], trainer.place(batch)
-
-    def run() -> None:
-        held[0], metrics = trainer.step(held[0], placed)
-        metrics.wait()
-
-    run()
-    part.alternate(where, {"ours": run}, 0.9, plan=f"offload {where}", peak_bytes=peak_bytes())
+    part.alternate(where, {"ours": cases.steps(part.small)[f"offload {where}"].arm()}, 0.9, plan=f"offload {where}")
 
 
 if __name__ == "__main__":

@@ -3,33 +3,25 @@
 from collections.abc import Callable
 from typing import Any
 
-import spmd
 from benchmarks.gpu import cases
-from benchmarks.gpu.measure import Part, peak_bytes, run_part, torch_device
+from benchmarks.gpu.measure import Part, run_part, torch_device
 
 
 def main(part: Part) -> None:
     step = cases.resnet50(part.small)
     batch = step.data()
-    trainer = spmd.Trainer(step.model, **step.options)
-    held, placed = [trainer.init(batch)], trainer.place(batch)
-
-    def ours() -> None:
-        held[0], metrics = trainer.step(held[0], placed)
-        metrics.wait()
-
-    ours()
-    peak = peak_bytes()
-    arms: dict[str, Callable[[], None]] = {"ours": ours}
+    arms: dict[str, Callable[[], None]] = {"ours": step.arm()}
     torch, device = torch_device()
     try:
         arms |= torchvision_steps(torch, device, batch)
     except ImportError as error:
         part.write("resnet50", failed="torch", error=str(error))
     first = {name: run for name, run in arms.items() if name != "torch, compiled"}
-    part.alternate("resnet50", first, 0.3, plan="resnet50", rows=step.rows, peak_bytes=peak)
+    part.alternate("resnet50", first, 0.3, plan="resnet50", rows=step.rows)
     if "torch, compiled" in arms:  # compiling it takes long: the figures above are on disk by then
-        part.alternate("resnet50: against torch.compile", {"ours": ours, "torch, compiled": arms["torch, compiled"]}, 1.0, plan="resnet50")
+        part.alternate(
+            "resnet50: against torch.compile", {"ours": arms["ours"], "torch, compiled": arms["torch, compiled"]}, 1.0, plan="resnet50"
+        )
 
 
 def torchvision_steps(torch: Any, device: Any, batch: dict[str, Any]) -> dict[str, Callable[[], None]]:

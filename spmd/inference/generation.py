@@ -146,9 +146,9 @@ class Generator:
         layout = self._layout or Layout()
         on_mesh = self._mesh is not None and self._layout is not None
         data = tuple(axis for axis in layout.data_axes() if axis in self._mesh.shape) if on_mesh and self._mesh is not None else ()
+        # Without a layout, arrays may be sharded in any way, and XLA cannot partition a kernel.
         implementation = layout.attention.implementation if self._layout else "as_written"
-        parallel = ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation)
-        return with_calls(parallel)
+        return with_calls(ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation))
 
     def _bind(self, variables: Variables) -> Any:
         return self._given.bind(cast_variables(variables, self._dtype), Call(training=False, dtype=self._dtype, **self._products))

@@ -207,7 +207,7 @@ def _period_notes(server: ParameterServer | None, period: SyncPeriod, module: Mo
 def in_parts(placed: PlacedModel) -> str:
     """The implementation of attention that stores no array of all scores where the layout's own does."""
     written = placed.resolved.layout.attention.implementation == "as_written"
-    return "auto" if written and placed.kernels in PREFERRED else "chunked"
+    return "auto" if written and placed.platform in PREFERRED else "chunked"
 
 
 def stored_scores(memory: Memory, placed: PlacedModel, products: LargeProducts) -> list[tuple[int, str, str]]:

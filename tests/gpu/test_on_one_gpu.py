@@ -63,15 +63,13 @@ CALLS = [
     for case, (*_, names) in ATTENTIONS.items()
     for name in names
     for dtype in ("bfloat16", "float32")
-    if not (name == "cudnn" and dtype == "float32")
+    if not (name == "cudnn" and dtype == "float32") and (ON_GPU or name not in ("cudnn", "triton"))
 ]
 
 
 @pytest.mark.parametrize(("case", "implementation", "dtype"), CALLS)
 def test_attention_equals_float64_forward_and_backward(case, implementation, dtype):
     options, groups, size, _ = ATTENTIONS[case]
-    if implementation in ("cudnn", "triton") and not ON_GPU:
-        pytest.skip("a kernel for GPUs")
     options = dict(options)
     query, cotangent = (RANDOM.normal(size=(2, LENGTH, 4, size)) for _ in range(2))
     key, value = (RANDOM.normal(size=(2, LENGTH, groups, size)) for _ in range(2))
@@ -171,7 +169,7 @@ def test_codecs_have_the_bits_of_the_cpu(name):
         assert np.asarray(decoded).tobytes() == np.asarray(codec.decode(sent, 5000)).tobytes()
 
 
-def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path):
+def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
     step = FAMILIES["gpt"]
     options = {**step.options, "mesh": spmd.make_mesh("data=1", devices=jax.devices()[:1])}
 
@@ -183,12 +181,9 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path):
     fit(tmp_path / "two", 4)
     resumed = fit(tmp_path / "two", 6, resume=True)
 
-    def bits(result):
-        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.state.params)]
-
-    if bits(undisturbed) != bits(again):
-        pytest.skip("sums of this step have no fixed order here: two undisturbed runs differ")
-    assert bits(resumed) == bits(undisturbed)
+    # Sums on a GPU may have no fixed order: then two undisturbed runs differ, and a resumed one by as little. Else all have the same bits.
+    noise = distance(again.state.params, undisturbed.state.params)
+    assert distance(resumed.state.params, undisturbed.state.params) <= 10 * noise
 
 
 def test_a_profile_has_the_kernels_of_the_step(tmp_path):

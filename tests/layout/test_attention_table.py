@@ -214,32 +214,44 @@ def test_kernels_see_the_shards_of_a_device():
     assert sharded("data=2,stage=4", 8, 8, parallel=stages) == ((4, 16, 8, 8), (4, 16, 8, 8), {"data", "stage"})
 
 
-def differentiating(implementation, derivative):
-    """A trainer of a loss that differentiates its attention."""
+def differentiating(derivative):
+    """A loss that differentiates its attention, of any function of the batch."""
 
     def loss(model, x):
         if derivative == "reverse":
             return (jax.grad(lambda x: model(x).sum())(x) ** 2).mean(axis=(1, 2, 3))
         return jax.jvp(model, (x,), (jnp.ones_like(x),))[1] ** 2
 
-    layout = spmd.Layout(attention=spmd.Attention(implementation), source="mine.toml")
-    return spmd.Trainer(model(causal=True), loss=loss, optimizer=optax.sgd(0.1), layout=layout)
+    return loss
 
 
-def test_a_loss_with_a_forward_derivative_of_attention(golden):
+def attended(weights, x):
+    """The model above, in plain JAX."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", x * weights, x) * x.shape[-1] ** -0.5
+    seen = jnp.tri(x.shape[1], dtype=bool)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), x)
+    return (out**2).mean(axis=(1, 2, 3))
+
+
+@pytest.mark.parametrize(("implementation", "derivative"), [("as_written", "forward"), ("as_written", "reverse"), ("chunked", "reverse")])
+def test_a_loss_that_differentiates_its_attention(implementation, derivative):
+    """Tiles are plain JAX in the backward pass, so they have a second derivative, too."""
+    loss, tokens = differentiating(derivative), np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
+    layout = spmd.Layout(attention=spmd.Attention(implementation))
+    value, gradient = jax.value_and_grad(lambda w: loss(lambda x: attended(w, x), tokens).mean())(jnp.ones(16))
+    rate = 1 / float(jnp.abs(gradient).max())  # so that the update is as large as the weights
+    trainer = spmd.Trainer(model(causal=True), loss=loss, optimizer=optax.sgd(rate), layout=layout)
+    state, metrics = trainer.step(trainer.init(), tokens)
+    assert metrics["loss"] == pytest.approx(float(value), rel=1e-5, abs=1e-12)
+    assert_close(1 - state.params["w"], rate * gradient, 1e-4)
+
+
+def test_a_loss_with_a_derivative_that_fused_attention_does_not_have(golden):
+    layout = spmd.Layout(attention=spmd.Attention("chunked"), source="mine.toml")
+    trainer = spmd.Trainer(model(causal=True), loss=differentiating("forward"), optimizer=optax.sgd(0.1), layout=layout)
     with pytest.raises(LayoutError) as caught:
-        differentiating("chunked", "forward").prepare(TOKENS)
+        trainer.prepare(TOKENS)
     golden("attention_that_a_loss_differentiates", str(caught.value))
-    written = differentiating("as_written", "forward")
-    assert np.isfinite(written.step(written.init(), TOKENS)[1]["loss"])
-
-
-def test_a_loss_with_a_second_derivative_of_attention():
-    """Tiles are plain JAX in the backward pass; kernels for GPUs are not, and are refused like the above."""
-    chunked, written = (differentiating(implementation, "reverse") for implementation in ("chunked", "as_written"))
-    tokens = np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
-    ours, right = (trainer.step(trainer.init(), tokens)[0].params for trainer in (chunked, written))
-    assert_close(ours, right, 1e-5)
 
 
 def on_gpus(call, *shapes, **options):
@@ -282,20 +294,19 @@ SECOND = {
 
 @pytest.mark.parametrize("second", SECOND)
 def test_attention_that_a_ring_does_not_take_is_computed_as_it_is_written(second):
-    """Beside attention that goes around it."""
+    """Beside attention that goes around it; the loss and the gradient are those of plain JAX."""
+    tokens = np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
 
-    def apply(params, x):
-        x = x * params["w"]
-        return (SECOND[second](spmd.nn.attention(x, x, x, causal=True)) ** 2).mean(axis=(1, 2, 3))
+    def apply(first):
+        return lambda params, x: (SECOND[second](first(x * params["w"])) ** 2).mean(axis=(1, 2, 3))
 
-    def weights(layout, mesh):
-        mixed = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, apply)
-        chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "mesh": mesh, "layout": layout}
-        trainer = spmd.Trainer(mixed, **chosen)
-        tokens = np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
-        return trainer.step(trainer.init(), tokens)[0].params, trainer.notes()
-
-    ours, notes = weights("context_parallel", "data=2,context=4")
-    right, _ = weights("data_parallel", "data=8")
-    assert_close(ours, right, 1e-5)
-    assert [note for note in notes if note.startswith("note: ") and note.endswith("computed as it is written, with all scores.")]
+    ring = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, apply(lambda x: spmd.nn.attention(x, x, x, causal=True)))
+    chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "layout": "context_parallel"}
+    trainer = spmd.Trainer(ring, mesh="data=2,context=4", **chosen)
+    state, metrics = trainer.step(trainer.init(), tokens)
+    plain = apply(lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True))
+    value, gradient = jax.value_and_grad(lambda w: plain({"w": w}, tokens).mean())(jnp.ones(16))
+    assert metrics["loss"] == pytest.approx(float(value), rel=1e-5)
+    assert_close((1 - state.params["w"]) / 0.1, gradient, 1e-4)
+    notes = [note for note in trainer.notes() if note.startswith("note: ")]
+    assert any(note.endswith("computed as it is written, with all scores.") for note in notes)

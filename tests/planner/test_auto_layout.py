@@ -161,7 +161,8 @@ def test_a_search_tries_rules_by_path_for_a_model_without_names():
     options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2), "target": "8xcpu"}
     found = spmd.search(lambda: Net(nnx.Rngs(0)), batch, compiles=24, **options)
     tried = {candidate.layout.name for candidate in (*dict(found.plans), *found.rejected)}
-    assert {"tensor_parallel_by_path", "fsdp_tensor_parallel_by_path"} <= tried and "tensor_parallel" not in tried
+    assert {"tensor_parallel_by_path", "transformer_parallel_by_path"} <= tried and "tensor_parallel" not in tried
+    assert found.left_out["fsdp_tensor_parallel_by_path"] == "every candidate of it is one of a layout with more axes"
     planned = [plan for candidate, plan in found.plans if candidate.layout.name == "tensor_parallel_by_path"]
     assert planned and names_of(planned[0].program)["up/kernel"] == (None, "mlp")
     assert {"data_parallel", "fsdp"} <= {candidate.layout.name for candidate in dict(found.plans)}

@@ -37,7 +37,7 @@ def penalized(model, batch):
 def test_what_the_notes_name_removes_them():
     scores, logits = notes("as_written", penalized)
     assert scores.startswith("note: all scores of attention are stored: float32[") and f"{LENGTH}, {LENGTH}]" in scores
-    assert scores.endswith('computes them in parts.')
+    assert scores.endswith('[attention] implementation = "auto" computes them in parts.')
     assert logits.startswith("note: the logits of all tokens are stored: float32[") and str(VOCAB) in logits
     assert logits.endswith("spmd.losses.cross_entropy_from_features computes them in parts.")
     assert notes("chunked", gpt_pipeline.cross_entropy) == []
