@@ -48,7 +48,7 @@ $(TEST): pyproject.toml
 	@touch $(EXAMPLES)
 
 $(DEV): pyproject.toml
-	$(call install,dev,what checks and documentation need (1.6 GB in all))
+	$(call install,dev,what checks and documentation need (1.5 GB in all))
 	@touch $(EXAMPLES) $(TEST)
 
 demo: $(EXAMPLES)

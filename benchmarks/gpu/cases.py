@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import spmd
+from benchmarks.gpu.measure import Part
 from benchmarks.published.models import Llama, ResNet50, next_token_loss
 from examples.gpt_pipeline import GPT
 from spmd.pretrained.decoder import Decoder
@@ -62,7 +63,7 @@ class Step:
             for name, array in self.batch.items()
         }
 
-    def arm(self, trainer: spmd.Trainer | None = None) -> Callable[[], None]:
+    def run(self, trainer: spmd.Trainer | None = None) -> Callable[[], None]:
         """A function that takes one step on the same random batch, and waits for it; its first call compiles."""
         batch = self.data()
         trainer = trainer or spmd.Trainer(self.model, **self.options)
@@ -106,7 +107,7 @@ def restarted(small: bool) -> Step:
 
 def llama(small: bool) -> Step:
     sizes = SMALL_LLAMA if small else LLAMA
-    rows, length = (2, 64) if small else (4, 2048)
+    rows, length = (2, 64) if small else (2, 2048)
     return Step(lambda: Llama(**sizes, tied=True, rngs=nnx.Rngs(0)), next_token_loss, tokens(rows, length, sizes["vocab"]))
 
 
@@ -166,7 +167,7 @@ SMALL_DECODER = DECODER | {
 def lora(small: bool, frozen: str) -> Step:
     """Adapters of rank 16 on all linear maps of all layers, over frozen weights in a format."""
     config = SMALL_DECODER if small else DECODER
-    rows, length = (2, 64) if small else (4, 2048)
+    rows, length = (2, 64) if small else (2, 2048)
     adapter = spmd.Adapter("stack/layers/**", rank=16, alpha=32.0)
     layout = dataclasses.replace(spmd.Layout.load("data_parallel"), adapters=(adapter,), train=spmd.Train(frozen=frozen))
     parsed = DecoderConfig.from_config(config, "config.json")
@@ -230,6 +231,11 @@ def steps(small: bool = False) -> dict[str, Step]:
 
 def recurrent_name(kind: str, depth: int, width: int, length: int, dtype: str) -> str:
     return f"{kind} {depth} x {width}, {length} steps, {dtype}"
+
+
+def arm(part: Part, name: str) -> Callable[[], None]:
+    """What an arm runs for a step."""
+    return steps(part.small)[name].run()
 
 
 class ByHand:

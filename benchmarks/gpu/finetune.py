@@ -1,29 +1,25 @@
 """LoRA on a Llama of 1 B, over bfloat16 and 4-bit weights, and the same by transformers and peft."""
 
 from collections.abc import Callable
-from typing import Any
 
 from benchmarks.gpu import cases
-from benchmarks.gpu.measure import Part, run_part, torch_device
+from benchmarks.gpu.measure import Arm, Part, run_part
 
 
 def main(part: Part) -> None:
-    named = cases.steps(part.small)
-    arms = {f"ours, {frozen}": named[f"lora {frozen}"].arm() for frozen in ("nf4", "bfloat16")}
-    torch, device = torch_device()
-    if torch is None:
-        part.write("lora", failed="peft", error="torch is not installed")
-    else:
-        with part.guarded("lora", "peft"):
-            arms["peft, bfloat16"] = peft_step(torch, device, part.small, named["lora bfloat16"].data())
-    part.alternate("lora", arms, 1.0, plan="lora nf4")
+    arms = {f"ours, {frozen}": Arm(part, cases.arm, f"lora {frozen}") for frozen in ("nf4", "bfloat16")}
+    part.alternate("lora", arms | {"peft, bfloat16": Arm(part, peft_step)}, 1.0, plan="lora nf4")
 
 
-def peft_step(torch: Any, device: Any, small: bool, batch: dict[str, Any]) -> Callable[[], None]:
+def peft_step(part: Part) -> Callable[[], None]:
     import peft
+    import torch
     import transformers
 
-    sizes = dict(cases.SMALL_DECODER if small else cases.DECODER)
+    from benchmarks.gpu import peers
+
+    device, batch = peers.DEVICE, cases.steps(part.small)["lora bfloat16"].data()
+    sizes = dict(cases.SMALL_DECODER if part.small else cases.DECODER)
     for name in ("model_type", "rope_theta"):
         sizes.pop(name)
     config = transformers.LlamaConfig(**sizes, attn_implementation="sdpa")
@@ -35,16 +31,7 @@ def peft_step(torch: Any, device: Any, small: bool, batch: dict[str, Any]) -> Ca
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     tokens = torch.from_numpy(batch["tokens"]).long().to(device)
 
-    def run() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return run
+    return peers.step_of(lambda: model(input_ids=tokens, labels=tokens).loss, optimizer)
 
 
 if __name__ == "__main__":

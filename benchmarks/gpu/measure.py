@@ -4,8 +4,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,16 @@ PLANS = Path(__file__).with_name("plans.json")
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of one arm: the first call, which compiles, and the later ones, without the second, which warms up."""
+    """Seconds of one arm: the first call, which compiles (None if it was called for an earlier case), and those after the second."""
 
-    first: float
+    first: float | None
     rest: tuple[float, ...]
 
     @property
     def median(self) -> float:
         return statistics.median(self.rest)
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | None]:
         """Seconds, and how many calls were measured."""
         low, high = min(self.rest), max(self.rest)
         return {"median": self.median, "low": low, "high": high, "calls": len(self.rest), "first": self.first}
@@ -42,8 +45,7 @@ class Part:
     """
 
     def __init__(self, name: str, out: Path, seconds: float, small: bool):
-        self.name, self.seconds, self.small, self.out = name, seconds, small, str(out)
-        self._file = (out / f"{name}.jsonl").open("a", encoding="utf-8")
+        self.name, self.seconds, self.small, self.out = name, seconds, small, out
         self._ends = time.monotonic() + seconds
 
     @property
@@ -53,8 +55,8 @@ class Part:
 
     def write(self, case: str, **facts: Any) -> None:
         """Append one result; it is on disk when this returns."""
-        self._file.write(json.dumps({"part": self.name, "case": case, **facts}) + "\n")
-        self._file.flush()
+        with (self.out / f"{self.name}.jsonl").open("a", encoding="utf-8") as file:  # an arm in a process of its own writes, too
+            file.write(json.dumps({"part": self.name, "case": case, **facts}) + "\n")
 
     def check(self, case: str, name: str, distance: float, bound: float) -> bool:
         """Write how far an output is from its reference; a wrong output is not timed."""
@@ -76,15 +78,17 @@ class Part:
         """Call the arms in turn, write the times of each, and return them; "ours" comes first.
 
         Args:
-          arms: each call returns when its work is done. An arm that fails is left out, and what it said is written.
+          arms: each call returns when its work is done: nothing, or how many of its seconds count. An arm that fails is left out, and
+            what it said is written.
           share: of the seconds that the part has left.
-          plan: a case of plans.json, whose time is compared with that of "ours".
-          facts: written with the times; without `peak_bytes` there, the most bytes that this process's JAX has had on the device are.
+          plan: a case of plans.json, which is compared with "ours".
+          facts: written with the times.
         """
         ends, first, rest = time.monotonic() + share * max(self.left, 0.0), {}, {}
         for name, run in arms.items():
             with self.guarded(case, name):
-                first[name] = seconds(run)
+                warm = isinstance(run, Arm) and run.called
+                first[name] = None if warm else seconds(run)
                 run()
                 rest[name] = []
         done = 0
@@ -97,15 +101,84 @@ class Part:
                     del rest[name]
             done += 1
         measured = {name: Times(first[name], tuple(of_arm)).to_json() for name, of_arm in rest.items()}
-        self.write(case, times=measured, plan=planned(plan), **({"peak_bytes": peak_bytes()} | facts))
+        for name, of_arm in measured.items():
+            arm = arms[name]
+            if isinstance(arm, Arm) and (peak := arm.peak_bytes()):
+                of_arm["peak_bytes"] = peak
+        self.write(case, times=measured, plan=planned(plan), **facts)
         return measured
 
 
+class Arm:
+    """An arm in a process of its own: its first call compiles, and what it has on the device at most is its own.
+
+    The process starts here, and imports; what it runs is built in the first call, one arm after the other.
+    """
+
+    def __init__(self, part: Part, build: Callable[..., Callable[[], Any]], *args: Any):
+        """
+        Args:
+          build: a function of a module, called with the part and `args`, which returns what a call runs.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, part, build, args), daemon=True)
+        self._process.start()
+        other.close()
+        self.called = False
+
+    def __call__(self) -> float:
+        """Seconds of one call, as its process measures them."""
+        self.called = True
+        return self._ask("run")
+
+    def peak_bytes(self) -> int | None:
+        """The most bytes that it has had on the device; None where that is not known."""
+        return self._ask("peak")
+
+    def close(self) -> None:
+        """End the process, which frees its memory on the device."""
+        self._process.kill()
+        self._process.join()
+
+    def _ask(self, what: str) -> Any:
+        self._pipe.send(what)
+        try:
+            answer, error = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(f"the process of this arm ended, with exit code {self._process.exitcode}") from None
+        if error:
+            raise RuntimeError(error)
+        return answer
+
+
+def _serve(pipe: Any, part: Part, build: Callable[..., Callable[[], Any]], args: tuple[Any, ...]) -> None:
+    run: Callable[[], Any] | None = None
+
+    def call() -> None:
+        nonlocal run
+        run = run or build(part, *args)
+        return run()
+
+    while True:
+        try:
+            what = pipe.recv()
+        except EOFError:  # the part has ended
+            return
+        try:
+            answer = (seconds(call) if what == "run" else peak_bytes()), ""
+        except Exception as error:
+            traceback.print_exc()  # to the part's log
+            answer = None, f"{type(error).__name__}: {str(error).strip()[:500]}"
+        pipe.send(answer)
+
+
 def seconds(run: Callable[[], Any]) -> float:
-    """How long one call takes."""
+    """How long one call takes, or how many of its seconds count, where it returns that."""
     began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    counted = run()
+    return counted if isinstance(counted, float) else time.perf_counter() - began
 
 
 def planned(case: str | None) -> dict[str, float] | None:
@@ -143,7 +216,9 @@ def on_cpu(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def peak_bytes() -> int | None:
-    """The most bytes that JAX has had in use on the device; None where it does not say."""
+    """The most bytes that this process has had on the device, by torch where it is imported, else by JAX; None where it does not say."""
+    if torch := sys.modules.get("torch"):
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -115,9 +115,3 @@ def step_of(loss: Callable[[], Any], optimizer: Any) -> Callable[[], None]:
 def wait() -> None:
     if CUDA:
         torch.cuda.synchronize()
-
-
-def free() -> None:
-    """Give torch's unused memory back to the device."""
-    if CUDA:
-        torch.cuda.empty_cache()

@@ -165,16 +165,24 @@ def table(out: Path) -> str:
     packages = " ".join(f"{name} {number}" for name, number in about.get("packages", {}).items() if number)
     lines.append(f"`{about.get('command', '')}`, {about.get('date')}, {about.get('name', 'no GPU')}, driver {about.get('driver_version')}.")
     lines += ["", f"Python {about.get('python')}, {packages}.", ""]
-    lines += ["| part | case | arm | time (lowest to highest) | first call | ours / peer | plan | measured / planned |", "|" + "---|" * 8]
+    titles = ("part", "case", "arm", "time (lowest to highest)", "first call", "ours / peer", "plan", "measured / planned", "peak")
+    titles += ("planned peak", "measured / planned")
+    lines += [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for result in found:
         times = result.get("times") or {}
         ours = next((name for name in times if name.startswith("ours")), None)
-        for name, measured in times.items():
-            ratio = "" if ours is None or name == ours else f"{times[ours]['median'] / measured['median']:.2f}"
-            plan = result.get("plan") if name == ours else None
-            planned = f"{show(plan['seconds'])} | {measured['median'] / plan['seconds']:.2f}" if plan else " | "
-            spread = f"{show(measured['median'])} ({show(measured['low'])} to {show(measured['high'])})"
-            lines.append(f"| {result['part']} | {result['case']} | {name} | {spread} | {show(measured['first'])} | {ratio} | {planned} |")
+        for name, of_arm in times.items():
+            plan = (result.get("plan") if name == ours else None) or {}
+            median, peak = of_arm["median"], of_arm.get("peak_bytes")
+            cells = [result["part"], result["case"], name, f"{show(median)} ({show(of_arm['low'])} to {show(of_arm['high'])})"]
+            cells += [
+                "" if of_arm["first"] is None else show(of_arm["first"]),
+                "" if ours in (None, name) else f"{times[ours]['median'] / median:.2f}",
+            ]
+            cells += [show(plan["seconds"]), f"{median / plan['seconds']:.2f}"] if plan else ["", ""]
+            cells += [f"{peak / 2**30:.2f} GiB" if peak else ""]
+            cells += [f"{plan['peak'] / 2**30:.2f} GiB", f"{peak / plan['peak']:.2f}"] if plan and peak else ["", ""]
+            lines.append(f"| {' | '.join(cells)} |")
     checks = [result for result in found if "check" in result]
     wrong = [result for result in checks if not result["right"]]
     lines += ["", f"{len(checks)} checks against references, {len(wrong)} wrong."]

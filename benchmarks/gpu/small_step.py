@@ -10,38 +10,37 @@ from flax import nnx
 
 import spmd
 from benchmarks.gpu import cases
-from benchmarks.gpu.measure import Part, run_part, torch_device
+from benchmarks.gpu.measure import Arm, Part, run_part
+
+BATCHES = 50
 
 
 def main(part: Part) -> None:
+    builds = {"ours, fit": (fit, False), "ours, fit, resident data": (fit, True), "nnx.jit": (nnx_loop,), "torch": (torch_loop,)}
+    part.alternate("mlp", {name: Arm(part, *build) for name, build in builds.items()}, 1.0, steps=count(part))
+
+
+def count(part: Part) -> int:
+    """Steps of one call."""
+    return 20 if part.small else 1000
+
+
+def fit(part: Part, resident: bool) -> Callable[[], float]:
+    """The seconds of the steps of one run, as it reports them."""
     step = cases.mlp(part.small)
-    count = 20 if part.small else 1000
-    data = step.data(50)
+    data = step.data(BATCHES)
+    chosen = spmd.data.resident(data, steps_per_call=BATCHES) if resident else data
 
-    def fitted(data: Any) -> Callable[[], None]:
-        """Seconds of `count` steps of one run; compiled programs are those of the call before."""
-        return lambda: rates.append(
-            spmd.fit(step.model, data, batch_size=step.rows, steps=count, progress=False, **step.options).samples_per_second
-        )
+    def run() -> float:
+        result = spmd.fit(step.model, chosen, batch_size=step.rows, steps=count(part), progress=False, **step.options)
+        return count(part) * step.rows / result.samples_per_second
 
-    for name, chosen in (("fit", data), ("fit, resident", spmd.data.resident(data, steps_per_call=50))):
-        rates: list[float] = []
-        run = fitted(chosen)
-        for _ in range(3):
-            run()
-        part.write("mlp", arm=name, microseconds=sorted(step.rows / rate * 1e6 for rate in rates))
-
-    arms: dict[str, Callable[[], None]] = {"nnx.jit": nnx_loop(step, data, count)}
-    torch, device = torch_device()
-    if torch is None:
-        part.write("mlp", failed="torch", error="torch is not installed")
-    else:
-        with part.guarded("mlp", "torch"):
-            arms["torch"] = torch_loop(torch, device, step, data, count)
-    part.alternate("mlp", arms, 1.0, steps=count)
+    return run
 
 
-def nnx_loop(step: cases.Step, data: dict[str, Any], count: int) -> Callable[[], None]:
+def nnx_loop(part: Part) -> Callable[[], None]:
+    step = cases.mlp(part.small)
+    data = step.data(BATCHES)
     model = step.model()
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
@@ -52,27 +51,34 @@ def nnx_loop(step: cases.Step, data: dict[str, Any], count: int) -> Callable[[],
         return loss
 
     rows = step.rows
-    batches = [{name: leaf[n * rows : (n + 1) * rows] for name, leaf in data.items()} for n in range(50)]
+    batches = [{name: leaf[n * rows : (n + 1) * rows] for name, leaf in data.items()} for n in range(BATCHES)]
 
     def run() -> None:
         loss = None
-        for number in range(count):
-            loss = update(model, optimizer, batches[number % 50])
+        for number in range(count(part)):
+            loss = update(model, optimizer, batches[number % BATCHES])
         jax.block_until_ready(loss)
 
     return run
 
 
-def torch_loop(torch: Any, device: Any, step: cases.Step, data: dict[str, Any], count: int) -> Callable[[], None]:
+def torch_loop(part: Part) -> Callable[[], None]:
     """With a captured CUDA graph where there is CUDA; batches are copied to the graph's inputs."""
+    import torch
+
+    from benchmarks.gpu import peers
+
+    step, device = cases.mlp(part.small), peers.DEVICE
+    data = step.data(BATCHES)
+    torch.set_float32_matmul_precision("high")  # TF32, as XLA:GPU multiplies float32
     widths = cases.MLP_WIDTHS
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]).to(device)
     on_cuda = device.type == "cuda"
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=on_cuda)
     rows = step.rows
-    images = torch.from_numpy(data["image"]).view(50, rows, -1)
-    labels = torch.from_numpy(data["label"]).long().view(50, rows)
+    images = torch.from_numpy(data["image"]).view(BATCHES, rows, -1)
+    labels = torch.from_numpy(data["label"]).long().view(BATCHES, rows)
     if on_cuda:
         images, labels = images.pin_memory(), labels.pin_memory()
     image, label = images[0].to(device), labels[0].to(device)
@@ -96,9 +102,9 @@ def torch_loop(torch: Any, device: Any, step: cases.Step, data: dict[str, Any], 
         replay = graph.replay
 
     def run() -> None:
-        for number in range(count):
-            image.copy_(images[number % 50], non_blocking=True)
-            label.copy_(labels[number % 50], non_blocking=True)
+        for number in range(count(part)):
+            image.copy_(images[number % BATCHES], non_blocking=True)
+            label.copy_(labels[number % BATCHES], non_blocking=True)
             replay()
         if on_cuda:
             torch.cuda.synchronize()
