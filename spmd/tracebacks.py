@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,6 +73,12 @@ def _users(traceback: types.TracebackType | None) -> types.TracebackType | None:
     for entry in reversed(entries):
         chained = types.TracebackType(chained, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return chained
+
+
+def users_line(frames: Iterable[tuple[str, int]]) -> str:
+    """The first line of the user's among (file, line), the innermost first, as "file.py:12"; "" if there is none."""
+    libraries = _libraries()
+    return next((f"{Path(file).name}:{line}" for file, line in frames if not file.startswith(libraries)), "")
 
 
 def _libraries() -> tuple[str, ...]:

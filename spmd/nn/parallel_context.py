@@ -40,6 +40,7 @@ class ParallelConfig:
       row_splits: the number of parts into which the step will split the rows that a module now sees: accumulation, workers.
       gather_layer: `spmd.sync.layer_gather.LayerGather`, how a stack gathers the parameters of a layer. None: it has full ones.
       residuals: trees of what the gradients that `gather_layer` reduces carry from microbatch to microbatch, [layers, ...] by path.
+      reading: axes that stand for the workers while a loss is only read (`spmd.train.batch_rows`).
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       calls: functions in place of those of JAX and flax (`spmd.nn.replaced_calls`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and "time_chunk", "sequence", "experts".
@@ -57,6 +58,7 @@ class ParallelConfig:
     in_stage_order: bool = False
     unroll: bool = False
     row_splits: int = 1
+    reading: tuple[str, ...] = ()
     gather_layer: Any = dataclasses.field(default=None, compare=False)
     residuals: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)

@@ -239,7 +239,6 @@ def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[
     try:
         packed = VmappedTrials(study, first, devices, resident)
         packed.check_evaluation()
-        packed.compare()
     except SpmdError as error:
         if study.constants(first):
             error.add_note(f"of trial {first.number}: {', '.join(f'{name}={value!r}' for name, value in first.values.items())}")

@@ -70,20 +70,6 @@ class VmappedTrials:
             fix = "no float() of such a value, which is an argument of the program."
             raise OptimizerError(f"the optimizer's init fails on traced values: {first_line(error)}", fix=fix) from error
 
-    def compare(self) -> None:
-        """Check that a loss computed on parts of a batch trains as on the whole batch, on the devices of one trial.
-
-        Raises:
-          LossError: it does not.
-        """
-        if not self.program.comparison.needed:
-            return
-        mesh = Mesh(np.array(self.mesh.local_devices[: self.placed.mesh.size]), (DATA,), axis_types=(AxisType.Auto,))
-        placed, sample = self.placed.with_layout(mesh, self.study.layout), self.study.data.sample()
-        rows = jax.tree.leaves(sample)[0].shape[0]
-        batch = jax.tree.map(lambda leaf: np.asarray(leaf[:rows]), self.study.data.arrays)
-        prepare_program(placed, sample).comparison.once(placed.init(), batch, np.ones(rows, np.float32))
-
     def _abstract_values(self, *slots: int, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         return {name: jax.ShapeDtypeStruct(slots, jnp.float32, sharding=sharding) for name in self.study.traced(self.first)}
 

@@ -39,7 +39,7 @@ from spmd.train.histograms import count_tree
 from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
-from spmd.train.losses import nan_causes
+from spmd.train.losses import check_masks, check_targets, nan_causes
 from spmd.train.matrix_owners import owner_notes
 from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import Columns, means, pack
@@ -50,6 +50,7 @@ from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.program_facts import facts_of_program, text_facts
 from spmd.train.remat import check_remat
+from spmd.train.batch_rows.loss import Parts, Reading, check_reading, read_objective
 from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_notes
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
@@ -57,7 +58,6 @@ from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, 
 from spmd.train.sum_metrics import FromSums
 from spmd.train.synchronous import Synchronous
 from spmd.train.weight_average import check_average
-from spmd.train.whole_batch import Comparison, parts_of
 from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read
@@ -112,6 +112,8 @@ class Program:
         self.notes += scale_notes(placed.abstract_state.opt)
         self.notes += owner_notes(placed.given_optimizer, optimized, placed.abstract_state.opt, placed.optimized, placed.mesh)
         self._loss_names = (LOSS, *extra)
+        self.reading, self._checked = self._read_loss(), False
+        self.notes += [] if self.reading.mean else [self.reading.note()]
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += measured_names(placed.abstract_state.opt)
         check_names(self._loss_names, of_step)
@@ -213,6 +215,7 @@ class Program:
             rowwise=self._rowwise,
             split=split,
             parallel=self._parallel,
+            whole=not self.reading.mean,
         )
         return Step(worker, rule(exchange, placed.optimizer))
 
@@ -243,31 +246,42 @@ class Program:
         """`evaluate`, called inside another trace."""
         return self._evaluate(state.variables, batch, weights)
 
-    @functools.cached_property
-    def comparison(self) -> Comparison:
-        """Compares the first batch in parts, as this step computes it, with the same batch at once."""
+    @property
+    def parts(self) -> Parts:
+        """The parts of a step on a full batch."""
+        exchange, positions = self.placed.exchange, self.placed.resolved.workers
+        workers = positions if exchange.reduction.manual else 1
+        return Parts(workers, exchange.worker_count // positions, self.placed.config.accumulate, self.placed.parallel.manual_backward)
 
-        def make_step(placed: PlacedModel, rows: int) -> Step:
-            return Program(placed, self.sample).make_step(rows, True)
-
-        placed, traced, parts = self.placed, self._jaxpr, parts_of(self.placed, self.make_step(self.rows, True))
-        if placed.resolved.layout.precision:  # of which float8 rounds gradients by other scales for other rows, and none joins rows
-            placed, traced = placed.with_layout(placed.mesh, dataclasses.replace(placed.resolved.layout, precision=())), None
-            placed.parallel.used.update(self.placed.parallel.used)
-        return Comparison(placed, self._train_objective, self.sample, parts, make_step, traced)
+    def _read_loss(self) -> Reading:
+        """What the loss says of rows; nothing where it sees all of a batch, or is meant for parts."""
+        parts = self.parts
+        if not parts.several or getattr(self._train_objective.loss, "of_parts", False):
+            return Reading(mean=True)
+        reading = read_objective(self.placed, self._train_objective, self.sample, parts)
+        check_reading(reading, parts, self.placed.resolved.layout.source, self.rows)
+        return reading
 
     @functools.cached_property
     def metric_rows(self) -> MetricRows:
         """Checks that metrics are means over rows."""
         return MetricRows(self.placed, self._eval_objective, lambda: self.eval_columns, self.rows, self._trace_eval, self.evaluate)
 
-    def _check_first_batch(self, state: State, batch: Tree, weights: jax.Array, rows: jax.Array | None = None) -> None:
-        """Check the loss and the metrics on the first batch; `rows` as in `Comparison.once`."""
-        if not self.comparison.made:
-            with self.placed.compiling():
-                self.comparison.once(state, batch, weights, rows)
-                if self.comparison.parts.several and len(self._loss_names) > 1:
-                    self.metric_rows.once(state, batch, weights, self._loss_names[1:], f"parts of a batch, {self.comparison.parts},", rows)
+    def _check_first_batch(self, state: State, batch: Tree, rows: jax.Array | None = None) -> None:
+        """Check the targets and masks of the first batch: of `batch`, or of those `rows`, int32[steps, rows], of it.
+
+        Raises:
+          DataError: targets that are no class, or masks that are not 0 and 1.
+        """
+        if self._checked:
+            return
+        self._checked, objective = True, self._train_objective
+        with self.placed.compiling(), jax.transfer_guard("allow"):
+            if rows is not None:
+                batch = jax.jit(lambda data, rows: jax.tree.map(lambda x: x[rows[0]], data))(batch, rows)
+            check_masks((objective.loss, *objective.metrics.values()), batch)
+            for shape in objective.outputs:
+                check_targets(objective.loss, shape[-1], batch)
 
     @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
@@ -293,7 +307,7 @@ class Program:
 
     def _check_batch(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool) -> None:
         if split:
-            self._check_first_batch(state, batch, weights)
+            self._check_first_batch(state, batch)
         if "present" in events and not split:
             raise DataError(
                 f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.worker_count} workers do not divide, "
@@ -304,7 +318,7 @@ class Program:
     @LEAKS
     def scan_steps(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
-        self._check_first_batch(state, data, weights, rows)
+        self._check_first_batch(state, data, rows)
         return self._run(("scan_steps", weights.shape[1], True), state, data, rows, weights, events)
 
     @LEAKS

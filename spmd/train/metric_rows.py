@@ -19,8 +19,8 @@ from spmd.train.losses import SHIPPED
 from spmd.train.metrics import PerExample, means
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective
-from spmd.train.row_proof import mean_over_rows, walked
-from spmd.train.row_values import KEY, Fixed, PerRow
+from spmd.train.batch_rows.kinds import KEY, Fixed, PerRow
+from spmd.train.batch_rows.walk import Held, is_mean, read_loss
 from spmd.train.state import State
 from spmd.train.sum_metrics import FromSums
 from spmd.tree import Tree
@@ -113,12 +113,12 @@ class MetricRows:
         given += map(lambda _: KEY, jax.tree.leaves(state.rngs))
         given += [PerRow(0)] * (len(first.in_avals) - len(given) - 1) + [KEY]
         try:
-            found = iter(walked(first, self.trace(rows=others)[1], given, self.rows, others))
+            found = iter(read_loss(first, self.trace(rows=others)[1], [Held(kind) for kind in given], self.rows, others)[0])
         except Exception:  # another number of rows does not suit it
             return set(extra)
         [next(found) for _ in jax.tree.leaves(value)]
-        outputs = {name: [(next(found), leaf.shape) for leaf in jax.tree.leaves(extra[name])] for name in sorted(extra)}
-        return {name for name, leaves in outputs.items() if not mean_over_rows([value for value, _ in leaves], leaves[0][1])}
+        outputs = {name: [(next(found).kind, leaf.shape) for leaf in jax.tree.leaves(extra[name])] for name in sorted(extra)}
+        return {name for name, leaves in outputs.items() if not is_mean([value for value, _ in leaves], leaves[0][1])}
 
 
 TEXT = (

@@ -17,7 +17,7 @@ from spmd.models.base import Call, Model, Variables
 from spmd.models.frozen import join
 from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
-from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
+from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, current, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
 from spmd.nn.written_attention import fuse_attention
 from spmd.rng import part_key, worker_key
@@ -30,6 +30,7 @@ from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
 from spmd.train.remat import forward_policy, module_policies
+from spmd.train.batch_rows.loss import Place, shared_arrays, whole_loss
 from spmd.train.skipped_updates import LOSS_SCALE
 from spmd.train.state import State
 from spmd.tree import Tree, map_paths
@@ -67,6 +68,7 @@ class WorkerGradients:
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
     products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
     training: bool = True  # False: the model in evaluation mode
+    whole: bool = False  # the loss is no mean over parts of a batch: workers share what joins rows (`spmd.train.batch_rows`)
 
     def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
@@ -77,11 +79,10 @@ class WorkerGradients:
         `GradientSync.layerwise` are reduced already.
         """
         first = collectives.worker_index(axes) * self.workers_per_position
-
-        scale = events.get(LOSS_SCALE)
+        scale, known = events.get(LOSS_SCALE), self._known(params, state, batch, axes)
 
         def worker_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
-            grads, after = self._of_worker(params, state, carried, rows, first + index, axes, scale)
+            grads, after = self._of_worker(params, state, carried, rows, first + index, axes, scale, known)
             if "present" not in events:
                 return grads, after
             kept = functools.partial(jnp.where, events["present"][first + index])  # never by multiplying: 0 * NaN
@@ -110,10 +111,11 @@ class WorkerGradients:
         stats; and metrics float32[m, 2, names]. An absent worker has gradients of zero and counts for nothing."""
         count = self.workers_per_position
         first = collectives.worker_index(axes) * count
+        known = self._known(jax.tree.map(lambda x: x[0], params), state, batch, axes)
 
         def worker_grads(carried: Carried, inputs: tuple) -> tuple[Carried, tuple]:
             index, present, params, rows = inputs
-            (grads, sums), after = self._of_worker(params, state, carried, rows, first + index, axes)
+            (grads, sums), after = self._of_worker(params, state, carried, rows, first + index, axes, known=known)
 
             def kept(x: jax.Array) -> jax.Array:
                 return jnp.where(present, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
@@ -128,11 +130,19 @@ class WorkerGradients:
         return grads, carried, metrics
 
     def _of_worker(
-        self, params: Tree, state: State, carried: Carried, rows: tuple, worker: Any, axes: tuple[str, ...], scale: Any = None
+        self,
+        params: Tree,
+        state: State,
+        carried: Carried,
+        rows: tuple,
+        worker: Any,
+        axes: tuple[str, ...],
+        scale: Any = None,
+        known: list[jax.Array] | None = None,
     ) -> tuple[tuple[Tree, Sums], Carried]:
         """Of one worker, by its number over all workers: gradients of the loss summed over its rows, times `scale`, and metric sums; what
         follows."""
-        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+        step_key = self._step_key(state)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
         policy = forward_policy(self.sync.resolved.layout.remat)
 
@@ -141,7 +151,10 @@ class WorkerGradients:
             if self.parallel.manual_backward:
                 return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
             sync_axes = axes if self.gathers else ()
-            options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale}
+            place = None
+            if self.whole and (self.split or self.microbatches > 1):
+                place = Place(axes if self.split else (), self._workers(axes) if self.split else 1, worker, self.microbatches, index, known)
+            options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale, "place": place}
             loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, **options)
             loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
             return self._of_microbatch(loss, params, state.frozen, carried, rows, key)
@@ -156,6 +169,29 @@ class WorkerGradients:
         total, carried = accumulate(functools.partial(microbatch_grads, only_sums=True), carried, earlier, count - 1, unroll=self.unroll)
         summed, carried = microbatch_grads(carried, last, jnp.int32(count - 1))
         return jax.tree.map(jnp.add, total, summed), carried
+
+    def _step_key(self, state: State) -> jax.Array:
+        return jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+
+    def _known(self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]) -> list[jax.Array] | None:
+        """What all rows of the batch share, where the rows of one position are seen in parts."""
+        if not self.whole or self.workers_per_position * self.microbatches == 1:
+            return None
+        gather, layers = self._layer_gather(), self.sync.layer_carries(state.exchange, sums=self._sums_layers)
+        variables = Variables((self._gather(params), layers), state.stats, state.rngs, gather_frozen(self.sync, self._cast(state.frozen)))
+        keys = jax.random.split(jax.random.fold_in(self._step_key(state), 0))
+        axes = axes if self.split else ()
+        with parallel_scope(dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)):
+            return shared_arrays(
+                self._on_rows(gather), variables, batch, keys, Place(axes, self._workers(axes), collectives.worker_index(axes))
+            )
+
+    def _layer_gather(self, *, only_sums: bool = False) -> LayerGather | None:
+        remat = module_policies(self.sync.resolved.layout.remat)
+        return LayerGather(self.sync, self.dtype, remat, only_sums=only_sums) if self.sync.layerwise else None
+
+    def _workers(self, axes: tuple[str, ...]) -> int:
+        return (collectives.worker_count(axes) if axes else 1) * self.workers_per_position
 
     @property
     def _sums_layers(self) -> bool:
@@ -245,33 +281,50 @@ class WorkerGradients:
         parallel: ParallelConfig | None = None,
         only_sums: bool = False,
         scale: Any = None,
+        place: Place | None = None,
     ) -> tuple[jax.Array, tuple[Sums, Tree]]:
         """The loss summed over these rows, times `scale`; beside it all metric sums and the next stats."""
         batch, weights = rows
-        remat = module_policies(self.sync.resolved.layout.remat)
-        model_key, loss_key = jax.random.split(key)
-        activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
-        gather = LayerGather(self.sync, self.dtype, remat, only_sums=only_sums) if self.sync.layerwise else None
+        keys = jax.random.split(key)
+        gather = self._layer_gather(only_sums=only_sums)
         parallel = dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=layers)
 
-        def forward(params: Tree, layers: Memory, batch: Tree) -> tuple[Any, ...]:
-            blocks = None
-            if gather is not None and self.sync.blocks:
-                blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, join(params, frozen), layers)
-            call = Call(self.training, model_key, localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
-            bound = self.model.bind(Variables(params, stats, rngs, frozen), call)
-            value, extra = self.objective(bound, batch, localize(loss_key))
-            last = None if blocks is None else blocks.finish()
-            return value, extra, self.model.get_stats(bound), last, parallel.tap and parallel.tap.seen
-
+        variables = Variables((params, layers), stats, rngs, frozen)
         with parallel_scope(parallel):
-            value, extra, after, last, seen = fuse_attention(forward)(params, layers, batch)
+            if place is None:
+                value, extra, after, (last, seen) = self._on_rows(gather, localize, sync_axes)(variables, batch, keys)
+            else:
+                value, extra, after, (last, seen) = whole_loss(self._on_rows(gather), variables, batch, keys, place)
         if parallel.tap is not None:
             parallel.tap.seen = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
         value = sums[LOSS][0] if last is None else sums[LOSS][0] + last
         return value if scale is None else value * scale, (sums, cast_like(after, stats))
+
+    def _on_rows(
+        self, gather: Any, localize: Callable[[Any], Any] = lambda key: key, sync_axes: tuple[str, ...] = ()
+    ) -> Callable[[Variables, Tree, jax.Array], tuple[Any, ...]]:
+        """Loss, metrics, the next statistics, and two more (the value that blocks gathered ahead end with, what a pipeline's tap has seen),
+        as a function of `Variables`, whose params are (params, layers), of rows, and of two keys."""
+        remat = module_policies(self.sync.resolved.layout.remat)
+        activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
+
+        def forward(variables: Variables, batch: Tree, keys: jax.Array) -> tuple[Any, ...]:
+            params, layers = variables.params
+            variables = dataclasses.replace(variables, params=params)
+            blocks = None
+            if gather is not None and self.sync.blocks:
+                full = join(params, variables.frozen)
+                blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, full, layers)
+            call = Call(self.training, keys[0], localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
+            bound = self.model.bind(variables, call)
+            value, extra = self.objective(bound, batch, localize(keys[1]))
+            last = None if blocks is None else blocks.finish()
+            tap = current().tap
+            return value, extra, self.model.get_stats(bound), (last, tap and tap.seen)
+
+        return fuse_attention(forward)
 
     def _localizer(self, worker: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """From a dropout key that is the same on all workers to that of `worker`, which has this many rows."""

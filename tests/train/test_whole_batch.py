@@ -1,4 +1,4 @@
-"""A loss that sees rows in parts is that of the whole batch, or is refused with both numbers and a fix that works."""
+"""A step that sees rows in parts trains with the loss of the whole batch, as plain JAX does, or is refused with a fix that works."""
 
 import contextlib
 import dataclasses
@@ -12,18 +12,19 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.errors import LossError
-from spmd.train import row_proof, whole_batch
-from spmd.train.row_values import PerRow
+from spmd.errors import LossError, SpmdError
+from spmd.train import compiled_step
+from spmd.tree import flatten
 from tests.train import plain
 
-ROWS, FEATURES, CLASSES = 32, 4, 3
+ROWS, FEATURES, CLASSES = 32, 8, 3
 CE = optax.softmax_cross_entropy_with_integer_labels
 
 
 def data(seed=0):
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 6, ROWS)
+    lengths[4:9] = 0 if seed else 6  # from the second batch on, a worker has no token that counts
     return {
         "x": random.normal(size=(ROWS, FEATURES)).astype("float32"),
         "y": random.integers(0, CLASSES, ROWS).astype("int32"),
@@ -60,11 +61,6 @@ def weighted(model, batch):
     return jnp.average(CE(model(batch["x"]), batch["y"]), weights=1.0 + batch["y"])
 
 
-def weighted_pair(model, batch):
-    weights = 1.0 + batch["y"]
-    return (CE(model(batch["x"]), batch["y"]) * weights).sum(), weights.sum()
-
-
 def per_token(model, batch):
     logits = jnp.broadcast_to(model(batch["x"])[:, None], (*batch["tokens"].shape, CLASSES))
     return CE(logits, batch["tokens"]) * batch["mask"]
@@ -83,8 +79,17 @@ def normalised(model, batch):
     return -(advantage * jax.nn.log_softmax(model(batch["x"]))[:, 0]).mean()
 
 
+def root_mean_square(model, batch):
+    return jnp.sqrt(jnp.square(CE(model(batch["x"]), batch["y"])).mean())
+
+
+def with_metrics(model, batch):
+    guess, right = model(batch["x"]).argmax(-1) == 1, batch["y"] == 1
+    return token_mean(model, batch), {"f1": 2 * (guess & right).sum() / (guess.sum() + right.sum()), "largest": model(batch["x"]).max()}
+
+
 def trainer_of(loss, model=MODEL, layout="data_parallel", mesh="data=8", reduction=None, **options):
-    layout = spmd.Layout.load(layout)
+    layout = spmd.Layout.load(layout) if isinstance(layout, str) else layout
     if reduction is not None:
         layout = dataclasses.replace(layout, gradients=spmd.Gradients(reduction))
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
@@ -92,126 +97,201 @@ def trainer_of(loss, model=MODEL, layout="data_parallel", mesh="data=8", reducti
 
 
 def trained(trainer, steps=3):
-    state, losses = trainer.init(data()), []
+    """Losses, parameters, and other metrics."""
+    state, losses, metrics = trainer.init(data()), [], {}
     for seed in range(steps):
         state, metrics = trainer.step(state, data(seed))
         losses.append(metrics["loss"])
-    return losses, jax.device_get(state.params)
+    return losses, jax.device_get(state.params), dict(metrics)
 
 
-def numbers(error):
-    """Losses seen in parts and at once, and the norm of the gradients' difference, as the error gives them."""
-    matches = re.findall(r"loss (\S+), norm|of the gradients: (\S+)\n", str(error))
-    return [float(loss or norm) for loss, norm in matches]
+def plainly(loss, params, steps=3):
+    """The same by a loop in plain JAX on one device."""
+    losses, extra = [], {}
+    for seed in range(steps):
+
+        def value(params, batch):
+            returned = loss(lambda x: MODEL.apply(params, x), batch)
+            found, extra = returned if isinstance(returned, tuple) and isinstance(returned[1], dict) else (returned, {})
+            return jnp.mean(found), extra
+
+        (found, extra), grads = jax.value_and_grad(value, has_aux=True)(params, data(seed))
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        losses.append(found)
+    return losses, params, extra
+
+
+def check(loss, **options):
+    """A trainer's losses, parameters and metrics are those of plain JAX."""
+    trainer = trainer_of(loss, **options)
+    losses, params, metrics = trained(trainer)
+    right, weights, extra = plainly(loss, jax.device_get(trainer_of(loss, mesh="data=1").init(data()).params))
+    np.testing.assert_allclose(losses, right, rtol=2e-5)
+    if jax.tree.map(np.shape, params) == jax.tree.map(np.shape, weights):  # servers pack them
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), params, weights)
+    for name, metric in extra.items():
+        np.testing.assert_allclose(metrics[name], metric, rtol=1e-5)
+    return trainer
 
 
 JOINING = {
-    "in-batch negatives": (contrastive, None),
-    "one value per row that joins rows": (contrastive_rows, None),
-    "a sum": (summed, None),
-    "a sum over a number of rows written into it": (divided, None),
-    "a weighted mean": (weighted, weighted_pair),
-    "a mean over tokens": (token_mean, token_pair),
-    "normalised over the batch": (normalised, None),
+    "in-batch negatives": contrastive,
+    "one value per row that joins rows": contrastive_rows,
+    "a sum": summed,
+    "a sum over a number of rows written into it": divided,
+    "a weighted mean": weighted,
+    "a mean over tokens": token_mean,
+    "normalised over the batch": normalised,
+    "a root mean square": root_mean_square,
+    "metrics that join rows": with_metrics,
 }
 
 
-@pytest.mark.sampled(quick=7)
+@pytest.mark.sampled(quick=9)
 @pytest.mark.parametrize("case", JOINING)
-def test_compare_refuses_loss_that_joins_rows(case):
-    loss, _ = JOINING[case]
-    trainer = trainer_of(loss)
-    state = trainer.init()
-    with pytest.raises(LossError) as raised:
-        trainer.step(state, data())
-    params, batch = jax.device_get(state.params), data()  # the state was not consumed
-
-    def value(rows):
-        return np.mean(loss(lambda x: MODEL.apply(params, x), jax.tree.map(lambda leaf: leaf[rows], batch)))
-
-    parts = np.mean([value(slice(first, first + ROWS // 8)) for first in range(0, ROWS, ROWS // 8)])
-    np.testing.assert_allclose(numbers(raised.value)[:2], [parts, value(slice(None))], rtol=1e-4)
-    assert numbers(raised.value)[2] > 1e-3
-    assert '[gradients] reduction = "compiler", which was tried' in str(raised.value)
+def test_workers_train_as_plain_jax_does(case):
+    trainer = check(JOINING[case])
+    assert [note for note in trainer.notes() if note.startswith("the loss is that of the whole batch")]
 
 
-def test_a_loss_that_is_meant_for_parts_is_not_compared():
+SERVERS = dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8))
+WAYS = {
+    "fsdp": {"layout": "fsdp"},
+    "zero1": {"layout": "zero1"},
+    "microbatches": {"mesh": "data=1", "accumulate": 4},
+    "microbatches of workers": {"mesh": "data=4", "accumulate": 2},
+    "servers": {"layout": SERVERS, "mesh": "data=4"},
+    "one row for each worker": {"mesh": "data=8", "accumulate": 4},
+}
+
+
+@pytest.mark.sampled(quick=6)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", [token_mean, weighted, normalised])
+def test_sums_that_weights_do_not_change_are_exact_everywhere(loss, way):
+    check(loss, **WAYS[way])
+
+
+@pytest.mark.parametrize("codec", ["int8", "bfloat16"])
+def test_codecs_get_the_gradients_of_the_whole_batch(codec):
+    """As many of a loss that returns (sum, count), which sees no other worker."""
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("all_reduce", codec, error_feedback=True))
+    (losses, params, _), (right, weights, _) = (trained(trainer_of(loss, layout=layout)) for loss in (token_mean, token_pair))
+    np.testing.assert_allclose(losses, right, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-2), params, weights)
+
+
+@pytest.mark.sampled(quick=2)
+@pytest.mark.parametrize("loss", [contrastive, root_mean_square])
+@pytest.mark.parametrize(("mesh", "accumulate", "seen"), [("data=1", 4, "in 4 microbatches"), ("data=2", 2, "by 2 workers, in 2 microb")])
+def test_microbatches_of_a_loss_that_joins_rows_are_refused_with_a_fix(loss, mesh, accumulate, seen):
+    wanted = (
+        rf"^the loss joins rows with .* at test_whole_batch.py:\d+, which depends on the weights, and .* sees the 32 rows of a batch {seen}"
+    )
+    with pytest.raises(LossError, match=wanted) as raised:
+        trainer_of(loss, mesh=mesh, accumulate=accumulate).prepare(data())
+    assert "accumulate=1" in raised.value.fix
+    check(loss, mesh=mesh, reduction="compiler" if "compiler" in raised.value.fix else None)
+
+
+def test_a_loss_that_is_meant_for_parts_is_one():
     trainer = trainer_of(spmd.losses.of_parts(normalised))
+    assert trainer.prepare(data())[0].reading.mean
     _, metrics = trainer.step(trainer.init(), data())
-    plainly = trainer_of(normalised, reduction="compiler")
-    assert abs(metrics["loss"] - plainly.step(plainly.init(), data())[1]["loss"]) > 1e-3
+    assert abs(metrics["loss"] - plainly(normalised, jax.device_get(trainer.init().params), 1)[0][0]) > 1e-3
 
 
-def test_a_comparison_without_memory_is_reported(monkeypatch, caplog):
-    def full(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-
-    monkeypatch.setattr(whole_batch.Comparison, "check", full)
-    trainer = trainer_of(normalised)
-    trainer.step(trainer.init(), data())
-    assert [text for text in caplog.messages if "no memory to see the batch at once" in text]
-
-
-def noisy(model, batch, rng):
-    """A mean over tokens, with noise in the inputs that is the same however many workers there are."""
-    return token_mean(model, {**batch, "x": batch["x"] + 3 * jax.random.normal(rng, batch["x"].shape)})
-
-
-@pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize(("loss", "options"), [(token_mean, {"precision": "bfloat16"}), (weighted, {"precision": "bfloat16"}), (noisy, {})])
-def test_compare_sees_through_rounding_and_noise(loss, options):
-    with pytest.raises(LossError, match="no mean over rows"):
-        trained(trainer_of(loss, **options), 1)
-
-
-def test_draw_with_as_many_entries_as_a_part_has_rows_is_not_believed():
-    """Workers take it for the draws of their rows (`spmd.rng`), so they do not share it."""
+def test_a_draw_with_as_many_entries_as_a_worker_has_rows_is_one_for_all():
+    """Workers by themselves take it for the draws of their rows (`spmd.rng`)."""
 
     def masked(model, batch, rng):
-        return CE(model(batch["x"] * jax.random.normal(rng, (FEATURES,))), batch["y"]).mean()
+        return CE(model(batch["x"] * jax.random.normal(rng, (4,)).repeat(2)), batch["y"]).mean()
 
-    comparison = trainer_of(masked).prepare(data())[0].comparison
-    assert comparison.needed
-    assert comparison.draws
-    assert not trainer_of(masked, mesh="data=4").prepare(data())[0].comparison.needed
-
-
-@pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize("case", ["in-batch negatives", "a sum", "a mean over tokens"])
-def test_fixes_that_compare_offers_train_as_one_device(case):
-    loss, pair = JOINING[case]
-    losses, params = trained(trainer_of(loss, mesh="data=1"))
-    fixed = [trainer_of(loss, reduction="compiler"), *([] if pair is None else [trainer_of(pair)])]
-    for trainer in fixed:
-        fixed_losses, weights = trained(trainer)
-        np.testing.assert_allclose(fixed_losses, losses, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), weights, params)
+    assert not trainer_of(masked).prepare(data())[0].reading.mean
+    assert trainer_of(masked, mesh="data=4").prepare(data())[0].reading.mean
+    losses = [trained(trainer_of(masked, mesh=mesh))[0] for mesh in ("data=8", "data=1")]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-@pytest.mark.system
-def test_compare_refuses_accumulation_and_offers_what_works():
-    with pytest.raises(LossError, match=r"seen in 4 microbatches:(.|\n)*fix: accumulate=1, which was tried"):
-        trained(trainer_of(token_mean, mesh="data=1", accumulate=4))
-    with pytest.raises(LossError, match=r"seen by 2 workers, in 2 microbatches:(.|\n)*fix: .*compiler\" and accumulate=1, which was tried"):
-        trained(trainer_of(token_mean, mesh="data=2", accumulate=2))
-    trained(trainer_of(token_pair, mesh="data=1", accumulate=4), 1)
+DRAWS = {
+    "for all rows": lambda rng, rows: jax.random.uniform(rng, (rows,)),
+    "with a key for each row": lambda rng, rows: jax.vmap(jax.random.uniform)(jax.random.split(rng, rows)),
+    "with a key for each row's number": lambda rng, rows: jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(rng, n)))(
+        jnp.arange(rows)
+    ),
+    "of a beta distribution": lambda rng, rows: jax.random.beta(rng, 1.5, 1.0, (rows,)),
+}
 
 
-@pytest.mark.system
-def test_compare_refuses_simulated_workers():
-    layout = dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8))
-    with pytest.raises(LossError, match=r"seen by 8 workers:(.|\n)*fix: \[gradients\] reduction = \"compiler\", which was tried"):
-        trained(trainer_of(token_mean, layout=layout, mesh="data=1"))
+@pytest.mark.parametrize("draw", DRAWS)
+def test_rows_draw_what_they_draw_on_one_device(draw):
+    def loss(model, batch, rng):
+        drawn = DRAWS[draw](rng, len(batch["y"]))
+        own = {f"row {n}": jnp.where(batch["number"] == n, drawn, 0.0) * ROWS for n in range(ROWS)}
+        return drawn * CE(model(batch["x"]), batch["y"]), own
+
+    batch, found = data() | {"number": np.arange(ROWS, dtype="int32")}, []
+    for mesh in ("data=1", "data=8"):
+        trainer = trainer_of(loss, mesh=mesh)
+        found.append(dict(trainer.step(trainer.init(batch), batch)[1]))
+    assert len({found[1][f"row {n}"] for n in range(ROWS)}) == ROWS
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
 
 
-def test_compare_sees_what_equal_rows_hide():
-    """With a head of zeros, and as many tokens everywhere, every way to take the mean gives the same loss."""
-    model = dataclasses.replace(MODEL, init=lambda key: jax.tree.map(jnp.zeros_like, MODEL.init(key)))
-    with pytest.raises(LossError) as raised:
-        trained(trainer_of(weighted, model))
-    in_parts, at_once, difference = numbers(raised.value)
-    assert in_parts == at_once == pytest.approx(np.log(CLASSES), abs=1e-5)
-    assert difference > 1e-2
+# statistics ---------------------------------------------------------------------------------------------------------------
+
+
+class Counting(nnx.Module):
+    """Statistics of all kinds: averages of sums and of means, a counter of rows, a maximum, a choice by load."""
+
+    def __init__(self, rngs):
+        self.out = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+        self.load, self.mean = nnx.BatchStat(jnp.zeros(CLASSES)), nnx.BatchStat(jnp.zeros(FEATURES))
+        self.rows, self.peak = nnx.BatchStat(jnp.zeros((), jnp.int32)), nnx.BatchStat(jnp.zeros(()))
+        self.bias = nnx.BatchStat(jnp.zeros(CLASSES))
+
+    def __call__(self, x):
+        logits = self.out(x) + self.bias[...]
+        chosen = jax.nn.one_hot(logits.argmax(-1), CLASSES).sum(0)
+        self.load[...] = 0.9 * self.load[...] + 0.1 * chosen
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean(0)
+        self.rows[...] = self.rows[...] + x.shape[0]
+        self.peak[...] = jnp.maximum(self.peak[...], jnp.abs(x).max())
+        self.bias[...] = self.bias[...] + 0.01 * jnp.sign(chosen.mean() - chosen)
+        return logits
+
+
+def stats_plainly(steps):
+    model = Counting(nnx.Rngs(0))
+    graph, params, stats = nnx.split(model, nnx.Param, ...)
+
+    def value(params, stats, batch):
+        model = nnx.merge(graph, params, jax.tree.map(lambda x: x, stats))
+        return CE(model(batch["x"]), batch["y"]).mean(), nnx.split(model, nnx.Param, ...)[2]
+
+    for seed in range(steps):
+        grads, stats = jax.grad(value, has_aux=True)(params, stats, data(seed))
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    return nnx.to_pure_dict(stats)
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
+def test_statistics_are_those_of_the_whole_batch(layout):
+    trainer = trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), lambda: Counting(nnx.Rngs(0)), layout)
+    state = trainer.init(data())
+    for seed in range(3):
+        state, _ = trainer.step(state, data(seed))
+    right, ours = flatten(stats_plainly(3)), flatten(jax.device_get(state.stats))
+    assert ours.keys() == right.keys()
+    for name in right:
+        np.testing.assert_allclose(ours[name], right[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_microbatches_of_statistics_that_are_no_means_are_refused():
+    with pytest.raises(SpmdError, match=r"for sign at test_whole_batch.py:\d+, .* in 2 microbatches") as raised:
+        trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), lambda: Counting(nnx.Rngs(0)), accumulate=2).prepare(data())
+    assert "accumulate=1" in raised.value.fix
 
 
 class Net(nnx.Module):
@@ -229,7 +309,6 @@ class Net(nnx.Module):
 
 
 def looked_up(model, batch):
-    """A mean over rows which the proof does not know."""
     return -jax.nn.log_softmax(model(batch["x"]).astype("float32"))[jnp.arange(len(batch["y"])), batch["y"]].mean()
 
 
@@ -237,171 +316,32 @@ KINDS = {
     "plain": ({}, {}),
     "statistics": ({"norm": True}, {}),
     "statistics of microbatches": ({"norm": True}, {"accumulate": 2}),
+    "dropout": ({"dropout": 0.5}, {}),
     "dropout of microbatches": ({"dropout": 0.5}, {"accumulate": 2}),
     "half precision": ({"dtype": jnp.bfloat16}, {}),
+    "experts": ({"experts": True}, {}),
     "experts of microbatches": ({"experts": True}, {"accumulate": 2}),
 }
 
 
-@pytest.mark.sampled(system=5)
 @pytest.mark.parametrize("kind", KINDS)
-def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
+def test_workers_by_themselves_have_a_mean_over_rows(kind):
+    """And share nothing."""
     model, options = KINDS[kind]
-    caplog.set_level("INFO", "spmd")
-    trained(trainer_of(looked_up, lambda: Net(**model, rngs=nnx.Rngs(0)), mesh="data=4", **options), 1)
-    assert "compared on the first batch" in caplog.text
-    assert re.search(r"equal but for rounding, gradients too \(\d+\.\d s", caplog.text)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("resident", [False, True])
-def test_fit_refuses_before_training_and_says_what_was_compared(resident, capsys, tmp_path):
-    train_data = spmd.data.resident(data(), steps_per_call=2) if resident else data()
-    options = {"optimizer": optax.sgd(0.1), "mesh": "data=8", "batch_size": 16, "steps": 2, "shuffle": False, "progress": True}
-    with pytest.raises(LossError, match="the 16 rows of a batch"):
-        spmd.fit(MODEL, train_data, loss=token_mean, checkpoint=tmp_path / "run", **options)
-    assert not list((tmp_path / "run").glob("[0-9]*"))  # nothing was trained, and nothing saved
-    spmd.fit(MODEL, train_data, loss=looked_up, **options)
-    assert "compared on the first batch, seen by 8 workers" in capsys.readouterr().err
-
-
-@pytest.mark.system
-def test_sweep_refuses_loss_that_joins_rows():
-    with pytest.raises(LossError, match="seen by 4 workers"):
-        spmd.sweep(
-            lambda: MODEL,
-            data(),
-            loss=token_mean,
-            optimizer=lambda rate: optax.sgd(rate),
-            space={"rate": [0.1, 0.2]},
-            search="grid",
-            steps=1,
-            batch_size=16,
-            mesh="net=2,data=4",
-        )
-
-
-# the proof -----------------------------------------------------------------------------------------------------------
-
-
-def is_proved(loss, *names):
-    """Of a function of leaves of the batch."""
-    batch = [data()[name] for name in names]
-
-    def trace(count):
-        return jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch])
-
-    first, second = trace(16), trace(4)  # of a batch and of a part
-    return row_proof.proved(first, second, [PerRow(0)] * len(batch), 16, 4, len(first.out_avals))
-
-
-@jax.custom_vjp
-def clipped_together(x):
-    """What goes back is divided by its norm over all rows."""
-    return x
-
-
-clipped_together.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
-
-
-@jax.custom_jvp
-def centred_tangents(x):
-    """Its own gradient joins rows, too."""
-    return x
-
-
-centred_tangents.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
-
-
-def grown(count):
-    """A number that a loop without data finds from another."""
-    return jax.lax.while_loop(lambda at: at[0] < count, lambda at: (at[0] + 1, at[1] * 1.1), (0, 1.0))[1]
-
-
-W = np.arange(FEATURES * CLASSES, dtype=np.float32).reshape(FEATURES, CLASSES)
-
-
-def attention(x, keys=None, rows=None, **options):
-    """Of tokens [rows, 6], in tiles; `rows` is the dim of the rows in queries, keys and values."""
-    query, key = (jnp.moveaxis(y[..., None, None], 0, rows or 0) for y in (x, x if keys is None else keys))
-    return spmd.nn.attention(query, key, key, implementation="chunked", **options).mean()
-
-
-MEANS = {
-    "one value per row": (lambda x, y: CE(x @ W, y), "x", "y"),
-    "their mean": (lambda x, y: CE(x @ W, y).mean(), "x", "y"),
-    "a sum over the number of rows": (lambda x: jnp.square(x).sum() / len(x), "x"),
-    "a pair with the number of rows": (lambda x: (jnp.square(x).sum(), 1.0 * x.size), "x"),
-    "a pair with a sum of weights": (lambda x, m: ((x.sum(1)[:, None] * m).sum(), m.sum()), "x", "mask"),
-    "a pair with a sum of ones": (lambda x: (x.sum(), jnp.ones_like(x).sum()), "x"),
-    "with a penalty of weights": (lambda x: jnp.square(x).mean() + (W**2).sum(), "x"),
-    "a product of two columns": (lambda x, r: (x[:, 0] @ r) / len(r), "x", "reward"),
-    "a loop over time": (lambda t: jax.lax.scan(lambda c, x: (c + x, c * x), jnp.zeros(t.shape[0]), t.T)[0].mean(), "mask"),
-    "row by row": (lambda x: jax.vmap(lambda row: jnp.sort(row)[::-1] @ row)(x), "x"),
-    "flattened": (lambda m: m.reshape(-1).reshape(m.shape).T.mean(), "mask"),
-    "recomputed": (lambda x: jax.checkpoint(jnp.sin)(x).mean(), "x"),
-    "a branch": (lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
-    "a function of JAX with a gradient of its own": (lambda x: jax.nn.relu(x).mean(), "x"),
-    "attention": (lambda m: attention(m, causal=True, key_mask=m > 0, soft_cap=2.0), "mask"),
-    "attention with a mask for all": (lambda m: attention(m, mask=np.tri(6, dtype=bool), segment_ids=m.astype(int)), "mask"),
-    "an embedding": (lambda t: jnp.asarray(W)[t].mean(), "tokens"),
-}
-OTHERS = {
-    "a sum": (lambda x: jnp.square(x).sum(), "x"),
-    "a sum over a number": (lambda x: jnp.square(x).sum() / 16, "x"),
-    "rows times their number": (lambda x: x.sum(1) * len(x), "x"),
-    "rows by their place": (lambda r: r * jnp.linspace(0.0, 1.0, len(r)), "reward"),
-    "rows in another order": (lambda r: r[::-1], "reward"),
-    "rows by their neighbours": (lambda r: r - jnp.roll(r, 1), "reward"),
-    "sorted rows": (lambda r: jnp.sort(r), "reward"),
-    "running sums": (lambda r: jnp.cumsum(r), "reward"),
-    "centred rows": (lambda r: r - r.mean(), "reward"),
-    "a variance": (lambda x: jnp.var(x), "x"),
-    "the square of a mean": (lambda x: x.mean() ** 2, "x"),
-    "the largest row": (lambda r: r.max(), "reward"),
-    "a ratio of sums": (lambda x, m: x.sum() / m.sum(), "x", "mask"),
-    "a pair with a number": (lambda x: (x.sum(), 64.0), "x"),
-    "products of rows": (lambda x: (x @ x.T).mean(), "x"),
-    "a loop over rows": (lambda r: jax.lax.scan(lambda c, x: (c * x, c), 1.0, r)[0], "reward"),
-    "a branch by the data": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
-    "rows over at least 8": (lambda x: x.mean(1).sum() / max(len(x), 8), "x"),
-    "another temperature for few rows": (lambda x: (x * (0.1 if len(x) >= 8 else 1.0)).mean(), "x"),
-    "a loop as long as there are rows": (lambda x: x.mean() * grown(len(x)), "x"),
-    "an entry by the number of rows": (lambda x: x.mean() * jnp.linspace(1.0, 2.0, 64)[len(x)], "x"),
-    "more ones than rows": (lambda x: x.mean() * jnp.ones(len(x) + 1).sum(), "x"),
-    "ones for all pairs": (lambda x: x.mean() * jnp.ones(len(x) ** 2).sum(), "x"),
-    "a gradient of its own": (lambda x: clipped_together(x).mean(), "x"),
-    "tangents of its own": (lambda x: jnp.square(centred_tangents(x)).mean(), "x"),
-    "attention between rows": (lambda m: attention(m, rows=1), "mask"),
-    "attention to other rows": (lambda m: attention(m, m[::-1]), "mask"),
-    "attention with a bias for each place": (lambda m: attention(m, bias=jnp.arange(len(m))[:, None, None, None] * 1.0), "mask"),
-    "attention with numbers of its own": (lambda m: attention(m, dropout=0.5, dropout_key=jax.random.key(0)), "mask"),
-    "its own random numbers": (lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(), "x"),
-}
-
-
-@pytest.mark.parametrize("case", MEANS)
-def test_proved_knows_mean_over_rows(case):
-    assert is_proved(*MEANS[case])
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_proved_does_not_believe(case):
-    assert not is_proved(*OTHERS[case])
+    program, _ = trainer_of(looked_up, lambda: Net(**model, rngs=nnx.Rngs(0)), mesh="data=4", **options).prepare(data())
+    assert program.reading.mean, program.reading
 
 
 @pytest.mark.parametrize("name", plain.MODELS)
 def test_shipped_loss_is_proved_for(name):
-    """So nothing is compared, and nothing more compiled."""
     trainer = trainer_of(spmd.losses.cross_entropy, plain.MODELS[name])
-    program, _ = trainer.prepare(plain.batches(name)[0])
-    assert not program.comparison.needed
+    assert trainer.prepare(plain.batches(name)[0])[0].reading.mean
 
 
-def test_proof_is_made_only_where_rows_are_seen_in_parts(monkeypatch):
-    monkeypatch.setattr(whole_batch, "proof_of", lambda *args: pytest.fail("nothing is seen in parts"))
+def test_loss_is_read_only_where_rows_are_seen_in_parts(monkeypatch):
+    monkeypatch.setattr(compiled_step, "read_objective", lambda *args: pytest.fail("nothing is seen in parts"))
     for trainer in (trainer_of(summed, mesh="data=1"), trainer_of(summed, reduction="compiler")):
-        assert not trainer.prepare(data())[0].comparison.needed
+        assert trainer.prepare(data())[0].reading.mean
 
 
 # targets that do not count, and that are no class ----------------------------------------------------------------------
@@ -432,7 +372,7 @@ def test_cross_entropy_leaves_out_tokens_that_do_not_count(ignore):
     wanted = (np.asarray(CE(logits, plain["targets"])) * plain["mask"]).sum() / plain["mask"].sum()
     hits = ((logits.argmax(-1) == plain["targets"]) * plain["mask"]).sum() / plain["mask"].sum()
     trainer = trainer_of(loss, lambda: PerToken(nnx.Rngs(0)), metrics={"right": right})
-    assert not trainer.prepare(batch)[0].comparison.needed
+    assert trainer.prepare(batch)[0].reading.mean
     state, metrics = trainer.step(trainer.init(), batch)
     np.testing.assert_allclose([metrics["loss"], metrics["right"]], [wanted, hits], rtol=1e-5)
     assert np.isfinite(trainer.evaluate(state, batch)["loss"])
@@ -555,22 +495,3 @@ def test_evaluate_warns_of_metrics_that_join_rows(caplog):
     assert full != parts and np.isfinite(halves["f1"])
     trainer.evaluate(state, batch, batch_size=ROWS // 2)
     assert warned(caplog) == lines  # once
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("joins", [True, False])
-def test_step_warns_of_losses_metrics_that_join_rows(caplog, joins):
-    def loss(model, batch):
-        return CE(model(batch["x"]), batch["y"]), {"f1": f1(model, batch) if joins else hits(model, batch)}
-
-    trainer, batch = trainer_of(loss), data(1)
-    trainer.step(trainer.init(batch), batch)
-    lines = warned(caplog)
-    assert len(lines) == joins
-    if joins:
-        wanted = r'^the metric "f1" is no mean over rows, but the mean over parts of a batch, by 8 workers, is taken: of 32 rows it is '
-        assert re.match(wanted, lines[0])
-    caplog.clear()
-    trainer = trainer_of(loss, reduction="compiler")
-    trainer.step(trainer.init(batch), batch)
-    assert not warned(caplog)

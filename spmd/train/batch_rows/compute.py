@@ -1,0 +1,404 @@
+"""Computes the loss of the whole batch on workers that hold parts of its rows, from the two traces that `spmd.train.batch_rows.walk` reads.
+
+An equation runs as it was traced for a part, on this worker's rows; or, where its inputs are the same on all workers, as it was traced for
+the batch. Numbers in it are always those of the batch: a mean is a sum over rows, divided by the rows of the batch, and `len(x)` is their
+number. What `walk` finds that workers have to share is summed, or gathered, here. All of it is differentiable: under `jax.shard_map` with
+`check_vma=False` the mean over workers of the gradients of what comes out is the gradient of the loss of the whole batch.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+
+from spmd.jaxpr import scanned
+from spmd.rng import worker_key
+from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Summed
+from spmd.train.batch_rows.rules import OVER_ROWS, numbers_row, rows_of_index
+from spmd.train.batch_rows.walk import Held, Shared, Unreadable, Walk
+from spmd.wire import collectives
+
+Shape = tuple[int, ...]
+NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze")  # they and elementwise functions look at no two entries together
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute(Walk):
+    """`Walk` with arrays, inside `jax.shard_map`.
+
+    Every `Held.array` has the shape that `_shape_of` says.
+
+    Attributes:
+      here: how many rows are here; the second trace may be one of two rows where there is one.
+      axes: mesh axes over which the batch is split, in order.
+      workers: how many workers have rows of their own, some of which may be simulated at one position of the mesh.
+      worker: the number of this one, or a tracer.
+      microbatches: how many parts the rows of a worker are split into, with a stride (`spmd.train.accumulate`).
+      microbatch: the number of this one, or a tracer.
+      known: what all rows of the batch share, in the order in which it is needed; None: the rows here are all that this position has.
+      record: takes it.
+    """
+
+    here: int = 0
+    axes: tuple[str, ...] = ()
+    workers: int = 1
+    worker: Any = 0
+    microbatches: int = 1
+    microbatch: Any = 0
+    known: Iterator[Any] | None = None
+    record: list[Any] | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many parts of the batch there are, of which this is one."""
+        return self.rows // self.here
+
+    @property
+    def only_reading(self) -> Walk:
+        """The same without arrays."""
+        return Walk(self.rows, self.others)
+
+    # what workers share -------------------------------------------------------------------------------------------------------------------
+
+    def converted(self, value: Held, kind: Kind, one: Any, variables: tuple[Any, Any]) -> Held:
+        """An input of an equation, of another kind: workers share it."""
+        held = super().converted(value, kind, one, variables)
+        if held.kind is value.kind:
+            return value
+        full, part = _shape(variables[0]), _shape(variables[1])
+        return held._replace(array=self.shared(lambda: self.coerced(value, kind, full, part)))
+
+    def shared(self, together: Callable[[], Any]) -> Any:
+        """What workers find together, or have found before."""
+        if self.known is not None:
+            return next(self.known)
+        array = together()
+        if self.record is not None:
+            self.record.append(array)
+        return array
+
+    def coerced(self, value: Held, kind: Kind, full: Shape, part: Shape) -> Any:
+        """The array of a value as one of another kind. `full`, `part`: its shape in the two traces."""
+        if isinstance(kind, PerRow):
+            return self._rows_of(value, kind.dim, kind.inner, full)
+        if isinstance(kind, Summed):
+            return value.array if isinstance(value.kind, Summed) else self._whole(value, full) / self.parts
+        if isinstance(value.kind, Fixed):
+            return _narrowed(self._whole(value, full), full, _shape_of(self, kind, full, part))
+        return _narrowed(self._whole(value, full), full, _shape_of(self, kind, full, part))
+
+    def _whole(self, value: Held, full: Shape) -> Any:
+        """The value of the whole batch, on every worker."""
+        kind, array = value.kind, value.array
+        if isinstance(kind, Summed):
+            return collectives.all_reduce(array, self.axes)
+        if isinstance(kind, PerRow):
+            outer = full[kind.dim] // (self.rows * kind.inner)
+            apart = jnp.reshape(array, (*array.shape[: kind.dim], outer, self.here * kind.inner, *array.shape[kind.dim + 1 :]))
+            return jnp.reshape(_gather(apart, self.axes, kind.dim + 1), full)
+        if jnp.shape(array) == full:
+            return array
+        for dim, (size, wanted) in enumerate(zip(array.shape, full, strict=True)):  # along these all entries are equal
+            if size != wanted:
+                array = jnp.broadcast_to(lax.slice_in_dim(array, 0, 1, axis=dim), (*array.shape[:dim], wanted, *array.shape[dim + 1 :]))
+        return array
+
+    def _rows_of(self, value: Held, dim: int, inner: int, full: Shape) -> Any:
+        """This worker's rows of a value."""
+        wanted = _shape_of(self, PerRow(dim, inner), full, full)
+        if isinstance(value.kind, PerRow) and value.kind.dim == dim:
+            return value.array
+        if isinstance(value.kind, Fixed) and jnp.shape(value.array) == wanted:
+            return value.array
+        array = self._whole(value, full)
+        if isinstance(value.kind, Fixed) and dim in value.kind.uniform:
+            return lax.slice_in_dim(array, 0, wanted[dim], axis=dim)
+        split = (full[dim] // (self.rows * inner), self.workers, self.here, self.microbatches, inner)
+        apart = jnp.reshape(array, (*full[:dim], *split, *full[dim + 1 :]))
+        of_worker = lax.dynamic_index_in_dim(apart, jnp.asarray(self.worker), dim + 1, keepdims=False)
+        return jnp.reshape(lax.dynamic_index_in_dim(of_worker, jnp.asarray(self.microbatch), dim + 2, keepdims=False), wanted)
+
+    # equations ----------------------------------------------------------------------------------------------------------------------------
+
+    def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
+        """What an equation returns of inputs that workers have as it needs them."""
+        held = super().results(one, other, values, kinds)
+        arrays = self.run(one, other, values, kinds)
+        return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
+
+    def run(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
+        """The arrays that an equation returns."""
+        name, inputs = one.primitive.name, [value.kind for value in values]
+        if name in OVER_ROWS and isinstance(inputs[0], PerRow) and isinstance(kinds[0], Fixed):
+            return [self.shared(lambda: self._over_rows(one, values[0]))]
+        if name == "random_bits" and isinstance(inputs[0], Fixed) and isinstance(kinds[0], PerRow):
+            own = worker_key(values[0].array, jnp.asarray(self.worker), rows=self.here, workers=self.workers)
+            shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))
+            return _evaluated(other.replace(params={**other.params, "shape": shape}), [own])
+        if all(isinstance(kind, Fixed) for kind in inputs):
+            return self._of_fixed(one, other, values, kinds)
+        if any(isinstance(kind, Summed) for kind in inputs):
+            adds = name in ("add", "sub", "add_any")
+            kind = Summed() if adds else Fixed()
+            shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(one.invars, other.invars, strict=True)]
+            arrays = [v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *s) for v, s in zip(values, shapes, strict=True)]
+            return _evaluated(one, arrays)
+        return self._of_rows(one, other, values, kinds)
+
+    def _of_fixed(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
+        """On every worker the same."""
+        shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        wanted = [_shape_of(self, kind, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
+        local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
+        if local and wanted == [part for _, part in shapes] and one.primitive.name in (*ELEMENTWISE, *MOVES):
+            return _evaluated(other, [value.array for value in values])
+        arrays = _evaluated(one, [self._whole(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)])
+        return [
+            self._rows_of(Held(Fixed(), array=array), kind.dim, kind.inner, full)
+            if isinstance(kind, PerRow)
+            else _narrowed(array, full, shape)
+            for array, kind, shape, (full, _) in zip(arrays, kinds, wanted, shapes, strict=True)
+        ]
+
+    def _of_rows(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
+        """On this worker's rows."""
+        name, full = one.primitive.name, [_shape(var) for var in one.invars]
+        if name == "gather" and (column := numbers_row(one, [value.kind for value in values])) is not None:
+            index = values[1]
+            along = rows_of_index(index.kind)
+            of_rows = self._rows_of(index, along, 1, full[1])
+            # a row's number in the batch is here its place in the part; as it is in range, the place follows from any one of its numbers
+            shape = [1] * of_rows.ndim
+            shape[along] = self.here
+            place = jnp.arange(self.here, dtype=of_rows.dtype).reshape(shape)[..., 0]
+            return _evaluated(other, [values[0].array, of_rows.at[..., column].set(jnp.broadcast_to(place, of_rows.shape[:-1]))])
+        first, rows = next((n, value.kind) for n, value in enumerate(values) if isinstance(value.kind, PerRow))
+        along = {n: (rows.dim, rows.inner) for n in range(len(values)) if full[n] and n != first}
+        if name == "dot_general":
+            along = _partners(one, values)
+        if name == "gather" and isinstance(values[0].kind, PerRow):
+            numbers = one.params["dimension_numbers"]
+            pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+            along = {1: (pairs[values[0].kind.dim], values[0].kind.inner)} if values[0].kind.dim in pairs else {}
+        arrays = []
+        for number, value in enumerate(values):
+            shape = full[number]
+            single = name in ELEMENTWISE and (not shape or shape[along.get(number, (0, 1))[0]] == 1)  # which is meant for all rows
+            if isinstance(value.kind, PerRow) or shape == _shape(other.invars[number]) or single:
+                arrays.append(value.array)
+            elif number in along and (name in ("dot_general", "gather") or len(shape) == len(full[first])):
+                arrays.append(self._rows_of(value, *along[number], shape))
+            else:
+                arrays.append(self._whole(value, shape))
+        wanted = [_shape_of(self, k, _shape(a), _shape(b)) for k, a, b in zip(kinds, one.outvars, other.outvars, strict=True)]
+        local = all(jnp.shape(array) == _shape(var) for array, var in zip(arrays, other.invars, strict=True))
+        if local and wanted == [_shape(var) for var in other.outvars]:
+            return _evaluated(other, arrays)
+        if name in ELEMENTWISE:
+            return _evaluated(other, arrays)
+        if name in RESIZED:
+            params = {**one.params, **RESIZED[name](one, arrays, wanted[0])}
+            found = _evaluated(one.replace(params=params), arrays)
+            if [jnp.shape(array) for array in found] == wanted:
+                return found
+        # everything on every worker, of which each keeps what it needs
+        whole = _evaluated(one, [self._whole(value, shape) for value, shape in zip(values, full, strict=True)])
+        shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(whole, kinds, shapes, strict=True)]
+
+    def _over_rows(self, one: Any, value: Held) -> Any:
+        """The largest or smallest over the rows of all workers; of equal ones each gets an equal part of the gradient, as in JAX."""
+        axes, how = one.params["axes"], OVER_ROWS[one.primitive.name]
+        if value.array.dtype == jnp.bool_:
+            return self._over_rows_of_numbers(value.array.astype(jnp.int32), axes, how) > 0
+        return self._over_rows_of_numbers(value.array, axes, how)
+
+    def _over_rows_of_numbers(self, array: jax.Array, axes: Sequence[int], how: str) -> jax.Array:
+        sign, names = (1 if how == "max" else -1), self.axes
+
+        def largest(x: jax.Array) -> jax.Array:
+            return collectives.maximum((sign * x).max(tuple(axes)), names) * sign
+
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            return largest(array)
+
+        @jax.custom_jvp
+        def over_rows(x: jax.Array) -> jax.Array:
+            return largest(x)
+
+        @over_rows.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple:
+            found = over_rows(primals[0])
+            equal = (primals[0] == jnp.expand_dims(found, tuple(axes))).astype(primals[0].dtype)
+            sums = [collectives.all_reduce(x.sum(tuple(axes)), names) for x in (equal * tangents[0], equal)]
+            return found, sums[0] / sums[1]
+
+        return over_rows(array)
+
+    # functions of functions ---------------------------------------------------------------------------------------------------------------
+
+    def call(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """A function that is called once; one that is recomputed is recomputed here, too."""
+        if one.primitive.name not in ("remat", "remat2", "checkpoint"):
+            return super().call(one, other, values)
+        kinds: list[Held] = []
+
+        def body(*arrays: Any) -> list[Any]:
+            inputs = [value._replace(array=array) for value, array in zip(values, arrays, strict=True)]
+            kinds[:] = super(Compute, self).call(one, other, inputs)
+            return [held.array for held in kinds]
+
+        again = jax.checkpoint(body, policy=one.params["policy"], prevent_cse=one.params["prevent_cse"])
+        arrays = again(*(value.array for value in values))
+        return [held._replace(array=array) for held, array in zip(kinds, arrays, strict=True)]
+
+    def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """A mixture of experts; what it returns as means over its own tokens are parts of those over all."""
+        held = super().routed(one, other, values)
+        if self.here != self.others:
+            raise Unreadable("a mixture of experts routes the tokens of one row by themselves")
+        y, chosen, *means = _evaluated(other, [value.array for value in values])
+        arrays = [y, chosen, *(mean / self.parts for mean in means)]
+        return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
+
+    def of_jax(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """One of JAX's own functions with a derivative of its own, which it keeps where workers share nothing in it."""
+        reader = self.only_reading
+        found = Walk.of_jax(reader, one, other, [value._replace(array=None) for value in values])
+        local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
+        shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        fits = all(_shape_of(self, held.kind, *shape) == shape[1] for held, shape in zip(found, shapes, strict=True))
+        if reader.shares or not local or not fits or all(isinstance(value.kind, Fixed) for value in values):
+            return super().of_jax(one, other, values)
+        arrays = _evaluated(other, [value.array for value in values])
+        return [held._replace(array=array) for held, array in zip(found, arrays, strict=True)]
+
+    def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Shared]) -> list[Held]:
+        """What a scan returns, whose body keeps what it carries of these kinds, and returns others."""
+        held = super().looped(one, other, values, carry, ys, shares)
+        (consts, carried), bodies = scanned(one.params), (one.params["jaxpr"], other.params["jaxpr"])
+        reader = dataclasses.replace(self, shares=[])  # the loop's are in `shares`
+        shapes = [(_shape(a), _shape(b)) for a, b in zip(one.invars, other.invars, strict=True)]
+        start = [
+            self.coerced(value, each.kind, *shape)
+            for value, each, shape in zip(values[consts:], carry, shapes[consts : consts + carried], strict=False)
+        ]
+        inner = bodies[0].jaxpr.outvars, bodies[1].jaxpr.outvars
+        outputs = [(_shape(a), _shape(b)) for a, b in zip(*inner, strict=True)]
+        entries = Walk.scan_entries(values[consts + carried :])
+
+        def body(carried_arrays: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            at = [each._replace(array=array) for each, array in zip(carry, carried_arrays, strict=True)]
+            of = [each._replace(array=array) for each, array in zip(entries, slices, strict=True)]
+            found = reader.closed(*bodies, [*values[:consts], *at, *of])
+            wanted = [*carry, *ys]
+            arrays = [reader.coerced(f, w.kind, *shape) for f, w, shape in zip(found, wanted, outputs, strict=True)]
+            return arrays[:carried], arrays[carried:]
+
+        params = one.params
+        xs = [value.array for value in values[consts + carried :]]
+        last, stacked = lax.scan(body, start, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
+        return [each._replace(array=array) for each, array in zip(held, [*last, *stacked], strict=True)]
+
+    def chosen(self, one: Any, other: Any, index: Held, inputs: list[Held], kinds: list[Held]) -> list[Held]:
+        """What branches return, which agree on these kinds."""
+        shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
+
+        def branch(pair: tuple[Any, Any]) -> Callable[..., list[Any]]:
+            def run(*arrays: Any) -> list[Any]:
+                given = [value._replace(array=array) for value, array in zip(inputs, arrays, strict=True)]
+                found = self.closed(*pair, given)
+                return [self.coerced(f, k.kind, *shape) for f, k, shape in zip(found, kinds, shapes, strict=True)]
+
+            return run
+
+        branches = [branch(pair) for pair in zip(one.params["branches"], other.params["branches"], strict=True)]
+        arrays = lax.switch(index.array, branches, *(value.array for value in inputs))
+        return [each._replace(array=array) for each, array in zip(kinds, arrays, strict=True)]
+
+
+def _shape(var: Any) -> Shape:
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _shape_of(sizes: Compute, kind: Kind, full: Shape, part: Shape) -> Shape:
+    """The shape that a worker's array of a value has, whose shapes in the two traces are `full` and `part`."""
+    if isinstance(kind, PerRow):
+        return (*full[: kind.dim], full[kind.dim] // sizes.rows * sizes.here, *full[kind.dim + 1 :])
+    sized = {dim for dim, (a, b) in enumerate(zip(full, part, strict=True)) if a != b}
+    return part if isinstance(kind, Fixed) and sized <= kind.uniform else full
+
+
+def _narrowed(array: Any, full: Shape, wanted: Shape) -> Any:
+    """An array of a shape cut to another one, along dims where all entries are equal."""
+    for dim, (size, few) in enumerate(zip(full, wanted, strict=True)):
+        if size > few:
+            array = lax.slice_in_dim(array, 0, few, axis=dim)
+        elif size < few:  # a part that is larger than the whole batch: two traces of which the second has more rows
+            raise AssertionError("a worker has no more rows than a batch")
+    return array
+
+
+def _gather(array: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = collectives.all_gather(jax.random.key_data(array), axes, dim)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    return collectives.all_gather(array, axes, dim)
+
+
+def _evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+    """What an equation returns for these arrays, whose shapes may be others than it was traced for."""
+    inputs = [Var(var.aval) for var in equation.invars]
+    outputs = [Var(var.aval) for var in equation.outvars]
+    alone = equation.replace(invars=inputs, outvars=outputs)
+    jaxpr = NOTHING.replace(invars=inputs, outvars=outputs, eqns=[alone], effects=equation.effects)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*arrays)
+
+
+def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
+    """The dim of an operand that is summed, or paired, with the rows of the other one, by the number of the operand."""
+    contracted, batched = one.params["dimension_numbers"]
+    found = {}
+    for side, value in enumerate(values):
+        if isinstance(value.kind, PerRow):
+            for pairs in (contracted, batched):
+                mine, theirs = list(pairs[side]), list(pairs[1 - side])
+                if value.kind.dim in mine:
+                    found[1 - side] = (int(theirs[mine.index(value.kind.dim)]), value.kind.inner)
+    return found
+
+
+def _sliced(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
+    starts, strides = one.params["start_indices"], one.params["strides"]
+    kept = [size == _shape(one.outvars[0])[dim] for dim, size in enumerate(_shape(one.invars[0]))]
+    limits = [n if whole else limit for whole, n, limit in zip(kept, arrays[0].shape, one.params["limit_indices"], strict=True)]
+    return {"start_indices": starts, "strides": strides, "limit_indices": tuple(limits)}
+
+
+def _taken(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
+    full, sizes = _shape(one.invars[0]), one.params["slice_sizes"]
+    return {"slice_sizes": tuple(n if size == whole else size for size, whole, n in zip(sizes, full, arrays[0].shape, strict=True))}
+
+
+def _same(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
+    return {}
+
+
+RESIZED: dict[
+    str, Callable[..., dict[str, Any]]
+] = {  # how parameters of an equation follow from the shapes of its inputs and of its result
+    "broadcast_in_dim": lambda one, arrays, wanted: {"shape": wanted},
+    "reshape": lambda one, arrays, wanted: {"new_sizes": wanted},
+    "slice": _sliced,
+    "dot_general": _same,
+    "gather": _taken,
+    **dict.fromkeys("conv_general_dilated pad stack random_fold_in random_wrap random_unwrap".split(), _same),
+    **dict.fromkeys("reduce_window_sum reduce_window_max reduce_window_min".split(), _same),
+    **dict.fromkeys("transpose squeeze argmax argmin cumsum cumprod cummax cummin cumlogsumexp sort concatenate rev".split(), _same),
+    **dict.fromkeys("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split(), _same),
+}

@@ -1,0 +1,217 @@
+"""What can be known of an array while a traced loss is read: where its rows are, and how elementwise functions keep that."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+Power = int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRow:
+    """Dim `dim` is [..., rows, inner] flattened, and each worker holds the entries of its own rows.
+
+    `power`: the loss as a worker computes it by itself, on its own rows, has here (rows of the batch / rows of the worker) ** -power times
+    what the whole batch has; None: something else. `columns`: of an index, places in the last dim that hold the number of the row.
+    """
+
+    dim: int
+    inner: int = 1
+    power: Power = 0
+    columns: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """The same array on every worker, that of the whole batch.
+
+    Along dims in `uniform` all entries are equal; other dims do not depend on the number of rows, unless `power` is None. `key`: a random
+    key, or made of one. `power` is as in `PerRow`. `number`: a dim along which an entry is its own place, modulo the size of the dim; with
+    `columns` only those places of the last dim are.
+    """
+
+    uniform: frozenset[int] = frozenset()
+    power: Power = 0
+    key: bool = False
+    number: int | None = None
+    columns: frozenset[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summed:
+    """A sum over rows: that of the whole batch is the sum of what the workers hold. With `power` -1 it is a mean over rows."""
+
+    power: Power = 0
+
+
+Kind = PerRow | Fixed | Summed
+KEY = Fixed(key=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How many rows the two traces have: that of the whole batch, and that of a part."""
+
+    rows: int
+    others: int
+
+    def growth(self, first: float, second: float) -> Power:
+        """The power of the number of rows by which two numbers differ; None when it is none of -1, 0 and 1."""
+        if first == second or (first != first and second != second):
+            return 0
+        ratio = self.rows / self.others
+        powers = (p for p in (1, -1) if second and math.isclose(first / second, ratio**p, rel_tol=1e-6))
+        return next(powers, None) if math.isfinite(first) and math.isfinite(second) else None
+
+
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj copy copy_p cos cosh "
+    "convert_element_type digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma "
+    "log log1p logistic lt max min mul ne neg nextafter not or polygamma pow population_count real reduce_precision regularized_incomplete_"
+    "beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh name optimization_barrier xor".split()
+)
+SCALING = frozenset(
+    "neg abs copy copy_p convert_element_type reduce_precision stop_gradient sharding_constraint name".split()
+)  # f(c x) = c f(x)
+LINEAR = SCALING - {"abs"}
+ALIKE = frozenset("add add_any sub max min select_n clamp".split())  # of the power that all operands have
+COMPARED = frozenset("eq ne lt le gt ge".split())  # of two values of the same power it is of none
+
+
+def total(*powers: Power) -> Power:
+    """The power of a product."""
+    return None if None in powers else sum(power for power in powers if power is not None)
+
+
+def quotient(first: Power, second: Power) -> Power:
+    """The power of a quotient."""
+    return None if first is None or second is None else first - second
+
+
+def same_power(value: Any, power: Power) -> Any:
+    """The kind with another power."""
+    return dataclasses.replace(value, power=power)
+
+
+def elementwise(name: str, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """Of operands of one shape, of which some may be scalars; None: workers have to share something first."""
+    shape = one.outvars[0].aval.shape
+    if one.params.get("y") != other.params.get("y") or (name == "bitcast_convert_type" and shape != one.invars[0].aval.shape):
+        return None
+    rows = {(value.dim, value.inner) for value in values if isinstance(value, PerRow)}
+    if any(isinstance(value, Summed) for value in values):
+        return None if rows else _summed(name, one, values)
+    if len(rows) > 1:
+        return None
+    fixed = [_uniform(value, var.aval.shape, shape) for value, var in zip(values, one.invars, strict=True) if isinstance(value, Fixed)]
+    power = _power(name, values, [getattr(var, "val", None) for var in one.invars])
+
+    def is_integer(aval: Any) -> bool:
+        return not jnp.issubdtype(aval.dtype, jnp.inexact)
+
+    truncated = is_integer(one.outvars[0].aval) and (name == "div" or not is_integer(one.invars[0].aval))
+    if truncated and any(value.power != 0 for value in values) and name not in COMPARED:
+        power = None
+    if not rows:
+        uniform = frozenset(range(len(shape))).intersection(*fixed)
+        return Fixed(uniform, power, any(isinstance(value, Fixed) and value.key for value in values), _number(name, one, values))
+    ((dim, inner),) = rows
+    if any(var.aval.shape[dim] != shape[dim] for var, value in zip(one.invars, values, strict=True) if isinstance(value, PerRow)):
+        return None
+    return PerRow(dim, inner, power if all(dim in each for each in fixed) else None)
+
+
+def _number(name: str, one: Any, values: list[Any]) -> int | None:
+    """The dim along which an elementwise result is the number of an entry, modulo the size of the dim."""
+    numbers = [value.number for value in values]
+    if name == "convert_element_type" or (name == "select_n" and numbers[1:] == [numbers[1]] * len(values[1:])):
+        return numbers[-1]
+    if name == "add" and numbers[0] is not None and numbers[1] is None:  # as jax.numpy counts negative indices from the end
+        size = getattr(one.invars[1], "val", None)
+        return numbers[0] if size == one.outvars[0].aval.shape[numbers[0]] else None
+    return None
+
+
+def _summed(name: str, one: Any, values: list[Kind]) -> Kind | None:
+    """Only what is linear keeps a sum over rows one; to it something that is the same everywhere may be added."""
+    if name in LINEAR:
+        return values[0] if jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating) else None
+    kinds, powers = [type(value) for value in values], [value.power for value in values]
+    if name == "mul" and kinds in ([Summed, Fixed], [Fixed, Summed]):
+        return Summed(total(*powers))
+    if name == "div" and kinds == [Summed, Fixed]:
+        return Summed(quotient(*powers))
+    if name in ("add", "sub", "add_any"):
+        wanted = [(-1 if kind is Summed else 0) for kind in kinds]
+        alike = (kinds == [Summed, Summed] and powers[0] == powers[1]) or powers == wanted
+        return Summed(next(value.power for value in values if isinstance(value, Summed)) if alike else None)
+    return None
+
+
+def _uniform(value: Fixed, own: tuple, shape: tuple) -> frozenset[int]:
+    """Dims of `shape` along which this operand is the same."""
+    if not own:
+        return frozenset(range(len(shape)))
+    return value.uniform | {dim for dim, size in enumerate(own) if size == 1}
+
+
+def _power(name: str, values: list[Kind], literals: list[Any]) -> Power:
+    """The power of an elementwise result; None where it is not one power of the number of rows."""
+    powers = [value.power for value in values]
+    if name == "mul" and 0 in [literal for literal in literals if literal is not None]:
+        return 0
+    if None in powers:
+        return None
+    if name == "mul":
+        return total(*powers)
+    if name == "div":
+        return quotient(*powers)
+    if name in SCALING:
+        return powers[0]
+    if name in ALIKE or name in COMPARED:
+        if name == "select_n":
+            powers, literals = (powers[1:], literals[1:]) if powers[0] == 0 else ([0, 1], [None, None])
+        left = {p for p, literal in zip(powers, literals, strict=True) if literal is None or literal != 0}  # 0 is of every power
+        if len(left) > 1:
+            return None
+        return next(iter(left), 0) if name in ALIKE else 0
+    return 0 if not any(powers) else None
+
+
+def stacked(kind: Kind) -> Kind:
+    """The kind of an array of arrays of a kind, along a new dim in front."""
+    if isinstance(kind, PerRow):
+        return dataclasses.replace(kind, dim=kind.dim + 1)
+    if isinstance(kind, Fixed):
+        return dataclasses.replace(kind, uniform=frozenset(dim + 1 for dim in kind.uniform), number=None, columns=None)
+    return kind
+
+
+def entry(kind: Kind) -> Kind:
+    """The kind of an entry along dim 0, which has no rows."""
+    if isinstance(kind, PerRow):
+        return dataclasses.replace(kind, dim=kind.dim - 1)
+    if isinstance(kind, Fixed):
+        return dataclasses.replace(kind, uniform=frozenset(dim - 1 for dim in kind.uniform if dim), number=None, columns=None)
+    return kind
+
+
+def joined(a: Kind | None, b: Kind | None) -> Kind | None:
+    """What both can be made; None: workers have to share something first."""
+    if a == b or a is None or b is None:
+        return a if a == b else None
+    power = a.power if a.power == b.power else None
+    if isinstance(a, Fixed) and isinstance(b, Fixed):
+        return Fixed(a.uniform & b.uniform, power, a.key or b.key)
+    if isinstance(a, Fixed):
+        a, b = b, a
+    if isinstance(a, PerRow) and isinstance(b, Fixed):
+        return same_power(a, power if a.dim in b.uniform else None)
+    if isinstance(a, Summed) and isinstance(b, Fixed):
+        return Summed(-1 if (a.power, b.power) == (-1, 0) else None)
+    if isinstance(a, PerRow) and isinstance(b, PerRow):
+        return same_power(a, power) if (a.dim, a.inner) == (b.dim, b.inner) else None
+    return Summed(power) if isinstance(a, Summed) and isinstance(b, Summed) else None

@@ -1,0 +1,375 @@
+"""What becomes of the rows of a batch in each of JAX's primitives: the rules by which `spmd.train.batch_rows.walk` reads a traced loss.
+
+A rule takes the sizes of the two traces, the equation in each, and what is known of its inputs. None: the workers have to share something
+first, and then the rule is asked again.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Sizes, Summed, joined, same_power, total
+
+OVER_ROWS = {"reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}  # what workers can find together
+
+
+def _reshape(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    del other
+    value, old, new = _without_number(values[0]), one.invars[0].aval.shape, one.outvars[0].aval.shape
+    if one.params.get("dimensions") is not None or len(values) > 1:
+        return None
+    if isinstance(value, Summed):
+        return value
+    if isinstance(value, Fixed):
+        every = len(value.uniform | {dim for dim, size in enumerate(old) if size == 1}) == len(old)
+        kept = [size for size in old if size > 1] == [size for size in new if size > 1]
+        if every or not kept:
+            return dataclasses.replace(value, uniform=frozenset(range(len(new))) if every else frozenset())
+        sources = iter([dim for dim, size in enumerate(old) if size > 1])
+        return dataclasses.replace(value, uniform=frozenset(d for d, size in enumerate(new) if size == 1 or next(sources) in value.uniform))
+    stride = value.inner * math.prod(old[value.dim + 1 :])
+    for dim, size in enumerate(new):
+        below = math.prod(new[dim + 1 :])
+        if stride % below == 0 and size % (stride // below * sizes.rows) == 0:
+            return PerRow(dim, stride // below, value.power)
+    return None
+
+
+def _broadcast(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    del sizes, other
+    value, old, new = values[0], one.invars[0].aval.shape, one.outvars[0].aval.shape
+    dims = one.params["broadcast_dimensions"]
+    if isinstance(value, PerRow):
+        return dataclasses.replace(value, dim=int(dims[value.dim])) if old[value.dim] == new[dims[value.dim]] else None
+    if isinstance(value, Summed):
+        return value
+    varied = {int(to) for dim, to in enumerate(dims) if dim not in value.uniform and old[dim] != 1}
+    number = None if value.number is None or value.columns is not None else int(dims[value.number])
+    return dataclasses.replace(value, uniform=frozenset(range(len(new))) - varied, number=number, columns=None)
+
+
+def _renumbered(value: Kind | None, kept: Sequence[int]) -> Kind | None:
+    """Of an array whose dims are now those numbers of the old ones."""
+    if isinstance(value, PerRow):
+        return dataclasses.replace(value, dim=list(kept).index(value.dim)) if value.dim in kept else None
+    if isinstance(value, Fixed):
+        return dataclasses.replace(
+            value, uniform=frozenset(new for new, old in enumerate(kept) if old in value.uniform), number=None, columns=None
+        )
+    return value
+
+
+def _without_number(value: Kind) -> Kind:
+    if isinstance(value, Fixed):
+        return dataclasses.replace(value, number=None, columns=None)
+    return dataclasses.replace(value, columns=frozenset()) if isinstance(value, PerRow) else value
+
+
+def _squeeze(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    del sizes, other
+    return _renumbered(values[0], [d for d in range(one.invars[0].aval.ndim) if d not in one.params["dimensions"]])
+
+
+def _transpose(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    del sizes, other
+    return _renumbered(values[0], [int(dim) for dim in one.params["permutation"]])
+
+
+def _reduce(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    value, axes, a, b = values[0], one.params["axes"], one.invars[0].aval.shape, other.invars[0].aval.shape
+    left, name = [dim for dim in range(len(a)) if dim not in axes], one.primitive.name
+    if isinstance(value, Summed):
+        return value if name == "reduce_sum" else None
+    if isinstance(value, PerRow) and value.dim in axes:
+        if name == "reduce_sum":
+            return Summed(value.power)
+        return Fixed(power=None) if name in OVER_ROWS else None
+    found = _renumbered(value, left)
+    if found is None or (value.power == 0 and a == b):
+        return found
+    if name == "reduce_sum" and isinstance(value, Fixed):
+        grown = [sizes.growth(a[dim], b[dim]) for dim in axes if a[dim] != b[dim]]
+        return same_power(found, total(value.power, *grown) if value.uniform.issuperset(_sized(a, b)) else None)
+    keeps = name in ("reduce_sum", "reduce_max", "reduce_min") or (value.power == 0 and name not in ("reduce_prod", "reduce_xor"))
+    same = not isinstance(value, Fixed) or value.uniform.issuperset(_sized(a, b))
+    return same_power(found, value.power if keeps and same else None)
+
+
+def _sized(a: Sequence[int], b: Sequence[int]) -> set[int]:
+    """Dims whose size depends on the number of rows."""
+    return {dim for dim, (one, other) in enumerate(zip(a, b, strict=True)) if one != other}
+
+
+def _concatenate(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """Of columns of an index, some may be the numbers of the rows: they are the same on rows of a worker, counted from its first one."""
+    axis, last = one.params["dimension"], one.outvars[0].aval.ndim - 1
+    single = axis == last and all(var.aval.shape[axis] == 1 for var in one.invars)
+    sized = _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
+    numbers = {value.number for value in values if isinstance(value, Fixed) and value.columns is None} & sized
+    if not single or len(numbers) != 1 or numbers == {last}:
+        return _along(sizes, one, other, values)
+    (number,) = numbers
+    columns = frozenset(n for n, value in enumerate(values) if isinstance(value, Fixed) and value.number == number)
+    all_dims = frozenset(range(last + 1))
+    found = _aside(sizes, one, {axis}, [Fixed(all_dims) if n in columns else value for n, value in enumerate(values)])
+    if isinstance(found, PerRow):
+        return dataclasses.replace(found, columns=columns) if found.dim == number else _along(sizes, one, other, values)
+    if not isinstance(found, Fixed):
+        return found
+    return dataclasses.replace(found, uniform=found.uniform - {number}, number=number, columns=columns)
+
+
+def _row_dims(value: Kind) -> set[int]:
+    """Dims whose size may depend on the number of rows."""
+    return {value.dim} if isinstance(value, PerRow) else set(value.uniform) if isinstance(value, Fixed) else set()
+
+
+def _along(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """What works along one dim, such as a cumulative sum: any but the rows'."""
+    del other
+    dim = next(one.params[key] for key in ("axis", "dimension") if key in one.params)
+    found = _aside(sizes, one, {int(each) for each in np.atleast_1d(dim)}, values)
+    scales = one.primitive.name not in ("cumprod", "cumlogsumexp")
+    return found if found is None or scales or not found.power else same_power(found, None)
+
+
+def _aside(sizes: Sizes, one: Any, touched: set[int], values: list[Kind]) -> Kind | None:
+    """Of operands with the same dims, of which those in `touched` are mixed or resized; the others correspond."""
+    del sizes
+    if one.primitive.name in ("concatenate", "split") and isinstance(values[0], Summed) and len(set(values)) == 1:
+        return values[0]
+    found = None
+    for value, var in zip(values, one.invars, strict=False):
+        if isinstance(value, Summed):
+            return None
+        if not var.aval.ndim and one.outvars[0].aval.ndim:
+            value = Fixed(frozenset(range(one.outvars[0].aval.ndim)))
+        value = _without_number(value)
+        value = dataclasses.replace(value, uniform=value.uniform - touched) if isinstance(value, Fixed) else value
+        found = value if found is None else joined(found, value)
+        if found is None or (isinstance(found, PerRow) and found.dim in touched):
+            return None
+    return found
+
+
+def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """`slice`, `pad`, `dynamic_slice`, `rev`, windows: dims whose size is kept and that are not reversed are not touched."""
+    old, new = one.invars[0].aval.shape, one.outvars[0].aval.shape
+    touched = {dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b} | set(one.params.get("dimensions", ()))
+    touched |= {dim for dim, (low, high, _) in enumerate(one.params.get("padding_config", ())) if low or high}
+    touched |= {dim for dim, size in enumerate(one.params.get("window_dimensions", ())) if size != 1}
+    touched |= {dim for dim, edges in enumerate(one.params.get("padding", ())) if any(edges)}
+    if any(not isinstance(value, Fixed) for value in values[1:]):
+        return None
+    kept = _without_number(values[0])
+    if isinstance(kept, Summed):
+        return kept if one.primitive.name == "slice" else None
+    if any(value.power != 0 for value in values[1:]) or _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept):
+        kept = same_power(kept, None)
+    if isinstance(kept, PerRow):
+        return None if kept.dim in touched else kept
+    # of a slice the uniform dims stay so; of what is padded or seen in windows, those that are not touched
+    shrinks = one.primitive.name in ("slice", "dynamic_slice", "rev")
+    return kept if shrinks or not isinstance(kept, Fixed) else dataclasses.replace(kept, uniform=kept.uniform - touched)
+
+
+def _update(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """`dynamic_update_slice`: dims of the update that are those of the operand are not touched."""
+    del other
+    old, new = one.invars[0].aval.shape, one.invars[1].aval.shape
+    if any(not isinstance(value, Fixed) for value in values[2:]):
+        return None
+    touched = {dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
+    return _aside(sizes, one, touched, values[:2])
+
+
+def _dot(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    del sizes
+    contracted, batched = one.params["dimension_numbers"]
+    if any(isinstance(value, Summed) for value in values):
+        return None
+    power, after, outputs = total(*(value.power for value in values)), len(batched[0]), []
+    for side, var in enumerate(one.invars):  # which dim of the result each dim becomes
+        free = [dim for dim in range(var.aval.ndim) if dim not in contracted[side] and dim not in batched[side]]
+        outputs.append({**{dim: n for n, dim in enumerate(batched[side])}, **{dim: after + n for n, dim in enumerate(free)}})
+        after += len(free)
+    fixed = [(side, value) for side, value in enumerate(values) if isinstance(value, Fixed)]
+    if len(fixed) == 2:
+        grown = any(one.invars[0].aval.shape[dim] != other.invars[0].aval.shape[dim] for dim in contracted[0])
+        left, right = ({outputs[side][dim] for dim in value.uniform if dim in outputs[side]} for side, value in fixed)
+        pairs = set(range(len(batched[0])))
+        return Fixed(frozenset((left | right) - pairs | (left & right & pairs)), None if grown else power)
+    places = []
+    for side, value in enumerate(values):
+        if isinstance(value, PerRow):
+            kinds = (("summed", contracted[side]), ("paired", batched[side]), ("free", tuple(range(99))))
+            kind, among = next((kind, list(among)) for kind, among in kinds if value.dim in among)
+            places.append((kind, outputs[side][value.dim] if kind == "free" else among.index(value.dim), value.inner))
+    kind, at, inner = places[0]
+    if kind == "free":
+        return PerRow(at, inner, power) if fixed else None
+    partner = {"summed": contracted, "paired": batched}[kind]
+    if places[0] != places[-1]:
+        return None
+    if any(partner[side][at] not in value.uniform for side, value in fixed):
+        power = None
+    return Summed(power) if kind == "summed" else PerRow(at, inner, power)
+
+
+def _convolution(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    del sizes, other
+    numbers, (image, kernel) = one.params["dimension_numbers"], values
+    if not isinstance(image, PerRow) or not isinstance(kernel, Fixed) or image.dim != numbers.lhs_spec[0]:
+        return None
+    return PerRow(numbers.out_spec[0], image.inner, total(image.power, kernel.power)) if one.params["batch_group_count"] == 1 else None
+
+
+def _psum(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """Summed over workers: what was a sum over a worker's rows is one over all, and the same for everybody (BatchNorm)."""
+    del sizes, other
+    if any(isinstance(axis, int) for axis in one.params["axes"]) or one.params.get("axis_index_groups") is not None:
+        return None
+    if isinstance(values[0], Summed):
+        return Fixed(power=total(values[0].power, 1))
+    return dataclasses.replace(values[0], uniform=frozenset()) if isinstance(values[0], Fixed) else None
+
+
+def _stack(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """A new dim, along which operands of the same dims lie."""
+    del sizes, other
+    found, axis = values[0], one.params["axis"]
+    for value in values[1:]:
+        found = joined(found, value)
+    if isinstance(found, PerRow):
+        return dataclasses.replace(found, dim=found.dim + (found.dim >= axis))
+    if isinstance(found, Fixed):
+        return dataclasses.replace(found, uniform=frozenset(dim + (dim >= axis) for dim in found.uniform))
+    return found
+
+
+def _gather(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """A look-up in a table, of entire rows of data, or for each row in its own."""
+    del sizes
+    numbers, (table, index) = one.params["dimension_numbers"], values
+    out, taken, shape = one.outvars[0].aval.ndim, one.params["slice_sizes"], one.invars[0].aval.shape
+    looked = [dim for dim in range(out) if dim not in numbers.offset_dims]  # those of the index, in order
+    if isinstance(table, Summed) or isinstance(index, Summed):
+        return None
+    power = 0 if all(value.power == 0 for value in values) else None
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    offsets = dict(zip([dim for dim in range(len(shape)) if dim not in gone], numbers.offset_dims, strict=True))
+    if isinstance(table, Fixed):
+        if shape != other.invars[0].aval.shape:
+            return None  # what lies outside depends on it
+        paired = set(numbers.start_indices_batching_dims)
+        if isinstance(index, PerRow):
+            return None if index.dim in paired or index.dim == len(looked) else PerRow(looked[index.dim], index.inner, power)
+        same = {looked[dim] for dim in index.uniform if isinstance(index, Fixed) and dim < len(looked) and dim not in paired}
+        return Fixed(frozenset(same | {offsets[dim] for dim in table.uniform if dim in offsets}), power)
+    if numbers_row(one, values) is not None:
+        return PerRow(looked[rows_of_index(index)], table.inner, total(table.power, index.power))
+    if table.dim in numbers.operand_batching_dims:
+        partner = numbers.start_indices_batching_dims[list(numbers.operand_batching_dims).index(table.dim)]
+        if isinstance(index, PerRow):
+            return PerRow(looked[partner], table.inner, power) if (index.dim, index.inner) == (partner, table.inner) else None
+        return PerRow(looked[partner], table.inner, power if partner in index.uniform else None)
+    full = table.dim in offsets and taken[table.dim] == shape[table.dim]
+    return PerRow(offsets[table.dim], table.inner, power) if full and isinstance(index, Fixed) else None
+
+
+def numbers_row(one: Any, values: list[Any]) -> int | None:
+    """The column of the index of a look-up with which each row looks into itself; None if there is none."""
+    numbers, (table, index) = one.params["dimension_numbers"], values
+    mode = one.params["mode"]
+    if (
+        not isinstance(table, PerRow)
+        or table.inner != 1
+        or mode != GatherScatterMode.PROMISE_IN_BOUNDS
+        or table.dim not in numbers.collapsed_slice_dims
+    ):
+        return None
+    if one.invars[0].aval.shape[table.dim] != one.invars[1].aval.shape[rows_of_index(index)]:
+        return None
+    column = list(numbers.start_index_map).index(table.dim)
+    return column if column in (index.columns or ()) and getattr(index, "inner", 1) == 1 else None
+
+
+def rows_of_index(index: Any) -> int:
+    """The dim of an index along which the rows are, or their numbers."""
+    return index.dim if isinstance(index, PerRow) else index.number or 0
+
+
+def _iota(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    del sizes, other, values
+    along = one.params["dimension"]
+    return Fixed(frozenset(range(len(one.params["shape"]))) - {along}, number=along)
+
+
+def _bits(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """Draws of one key are those of the rows, on whichever worker they are (`spmd.rng`); so are draws of a key for each row."""
+    key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
+    if isinstance(key, PerRow):
+        return key
+    own = isinstance(key, Fixed) and key.key
+    if not isinstance(key, Fixed) or one.invars[0].aval.ndim:
+        return None
+    if a and a[0] % sizes.rows == 0 and sizes.growth(a[0], b[0]) == 1 and _sized(a, b) == {0}:
+        return PerRow(0, a[0] // sizes.rows, 0 if own else None)
+    return Fixed(power=None if a != b or (own and _taken_for_rows(sizes, b)) else 0)
+
+
+def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
+    """Whether a draw that is none of rows has their number, so that workers by themselves take it for theirs."""
+    return bool(shape) and shape[0] % sizes.others == 0
+
+
+def _split_key(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """As many keys as there are rows are a key for each."""
+    key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
+    if not isinstance(key, Fixed) or one.invars[0].aval.ndim:
+        return None
+    if a[0] % sizes.rows == 0 and _sized(a, b) == {0}:
+        return PerRow(0, a[0] // sizes.rows, None)
+    return Fixed(power=None if key.power != 0 or a != b or (key.key and _taken_for_rows(sizes, b)) else 0, key=key.key)
+
+
+def _along_keys(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """A function of each key of an array of them."""
+    found = values[0]
+    for value in values[1:]:
+        found = joined(found, value) if found is not None else None
+    if isinstance(found, PerRow):
+        aval = one.outvars[0].aval
+        return same_power(found, None) if found.dim < aval.ndim - (one.primitive.name == "random_unwrap") else None
+    if isinstance(found, Fixed):
+        key = any(isinstance(value, Fixed) and value.key for value in values)
+        return Fixed(power=found.power if one.outvars[0].aval.shape == other.outvars[0].aval.shape else None, key=key)
+    return None
+
+
+RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
+    "reshape": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    "iota": _iota,
+    "random_bits": _bits,
+    "random_split": _split_key,
+    **dict.fromkeys(("random_fold_in", "random_wrap", "random_unwrap", "random_gamma"), _along_keys),
+    "psum": _psum,
+    "stack": _stack,
+    "dynamic_update_slice": _update,
+    **dict.fromkeys(("slice", "pad", "dynamic_slice", "rev", "reduce_window_max", "reduce_window_sum", "reduce_window_min"), _sliced),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "split"), _along),
+    "concatenate": _concatenate,
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"), _reduce
+    ),
+}

@@ -1,0 +1,382 @@
+"""Reads a traced loss: what every value is of the rows of the batch, and what workers that hold parts of it have to share.
+
+The loss is traced for two numbers of rows, those of the batch and those of a part, and both jaxprs are read side by side. Each value is
+`PerRow` (each worker has the entries of its own rows), `Fixed` (the same on every worker), or `Summed` (a sum over rows, of which each
+worker has a part). Where an equation needs more of a value than workers have, they share it: a sum over workers, or, where nothing is known
+of the equation, all rows. So what is read is, at every point, the loss of the whole batch.
+
+Two traces, because in one `loss.sum() / len(x)` and `loss.sum() / 64` look the same. The difference between the two shows with which power
+of the number of rows a value grows, so whether a worker that calls the loss on its own rows has the same by itself.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from spmd.jaxpr import scanned
+from spmd.nn import scoring
+from spmd.nn.moe import ROUTES
+from spmd.train import chunked_cross_entropy
+from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Sizes, Summed, elementwise, entry, joined, same_power, stacked
+from spmd.train.batch_rows.rules import OVER_ROWS, RULES
+
+MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object in both traces, to be compared by value
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
+OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+JAX = str(Path(jax.__file__).parent)
+CHUNKED = chunked_cross_entropy.__file__
+ATTENTION = scoring.__file__
+SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
+INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+class Held(NamedTuple):
+    """What a variable of the loss is on a worker.
+
+    Attributes:
+      kind: of the value.
+      trained: whether it depends on what is trained.
+      array: the value, where the loss is computed and not only read.
+    """
+
+    kind: Kind
+    trained: bool = False
+    array: Any = None
+
+
+class Shared(NamedTuple):
+    """Something that workers share.
+
+    Attributes:
+      how: "sum", "max", "min" or "rows".
+      trained: whether it depends on what is trained.
+      bytes: of the array, as every worker has it then.
+      equation: that needs it.
+    """
+
+    how: str
+    trained: bool
+    bytes: int
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk(Sizes):
+    """Two traces of one function, side by side.
+
+    `shares`: takes what workers share.
+    """
+
+    shares: list[Shared] = dataclasses.field(default_factory=list, compare=False)
+
+    # jaxprs -------------------------------------------------------------------------------------------------------------------------------
+
+    def jaxpr(self, first: Any, second: Any, given: Sequence[Held], consts: Sequence[Held]) -> list[Held]:
+        """What a jaxpr returns for these values."""
+        names = [[equation.primitive.name for equation in jaxpr.eqns] for jaxpr in (first, second)]
+        if names[0] != names[1]:
+            raise Unreadable("it does something else on few rows than on many")
+        seen: dict[Any, Held] = dict(zip([*first.constvars, *first.invars], [*consts, *given], strict=True))
+
+        def read(one: Any, other: Any) -> Held:
+            return self.constant(one.val, other.val) if hasattr(one, "val") else seen[one]
+
+        for one, other in zip(first.eqns, second.eqns, strict=True):
+            values = [read(a, b) for a, b in zip(one.invars, other.invars, strict=True)]
+            seen.update(zip(one.outvars, self.equation(one, other, values), strict=True))
+        return [read(a, b) for a, b in zip(first.outvars, second.outvars, strict=True)]
+
+    def closed(self, first: Any, second: Any, given: Sequence[Held]) -> list[Held]:
+        """`jaxpr` of a closed one, or of one without constants."""
+        if not hasattr(first, "consts"):
+            return self.jaxpr(first, second, given, [])
+        if len(first.consts) != len(second.consts):
+            raise Unreadable("it captures other arrays on few rows than on many")
+        consts = [self.constant(a, b) for a, b in zip(first.consts, second.consts, strict=True)]
+        return self.jaxpr(first.jaxpr, second.jaxpr, given, consts)
+
+    def constant(self, first: Any, second: Any) -> Held:
+        """A captured array or a literal: the one of the whole batch."""
+        return Held(self.kind_of_constant(first, second), array=first)
+
+    def kind_of_constant(self, first: Any, second: Any) -> Kind:
+        """How a constant of one trace corresponds to that of the other."""
+        if jax.dtypes.issubdtype(getattr(first, "dtype", np.dtype("float32")), jax.dtypes.extended):
+            return Fixed(power=0 if first is second else None)
+        if np.ndim(first):
+            small = np.shape(first) == np.shape(second) and np.size(first) <= MOST_ELEMENTS
+            same = first is second or (small and np.array_equal(np.asarray(first), np.asarray(second)))
+            return Fixed(power=0 if same else None)
+        return Fixed(power=self.growth(float(np.real(first)), float(np.real(second))))
+
+    def checked(self, kind: Kind | None, one: Any, other: Any) -> Kind | None:
+        """The kind, if the shape of a result depends on the number of rows in no other way than it says."""
+        a, b = getattr(one, "shape", None), getattr(other, "shape", None)
+        if kind is None or a is None or b is None or len(a) != len(b):
+            return None
+        sized = {dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if x != y}
+        if isinstance(kind, Summed):
+            return None if sized else kind
+        if isinstance(kind, Fixed):
+            return kind if sized <= kind.uniform | {kind.number} else same_power(kind, None)
+        size, part = a[kind.dim], b[kind.dim]
+        if size % (self.rows * kind.inner) or size * self.others != part * self.rows:
+            return None
+        return kind if sized <= {kind.dim} else same_power(kind, None)
+
+    # equations ----------------------------------------------------------------------------------------------------------------------------
+
+    def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """What an equation returns."""
+        name = one.primitive.name
+        if name == "scan":
+            return self.scan(one, other, values)
+        if name == "cond":
+            return self.cond(one, other, values)
+        if name in CALLS and one.params.get("name") == ROUTES and isinstance(values[0].kind, PerRow):
+            return self.routed(one, other, values)
+        if name in CALLS:
+            return self.call(one, other, values)
+        if name == "custom_jvp_call" and _defined_in(one).startswith(JAX):
+            return self.of_jax(one, other, values)
+        return self.operation(one, other, values)
+
+    def operation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """What an equation without equations in it returns."""
+        results = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        variables = list(zip(one.invars, other.invars, strict=True))
+        for kinds in self.attempts(one, values):
+            found = [self.checked(kind, *avals) for kind, avals in zip(self.kinds(one, other, kinds), results, strict=True)]
+            known = [kind for kind in found if kind is not None]
+            if len(known) == len(found):
+                pairs = zip(values, kinds, variables, strict=True)
+                return self.results(one, other, [self.converted(value, kind, one, pair) for value, kind, pair in pairs], known)
+        raise Unreadable(f"its {one.primitive.name} has other dims on few rows than on many")
+
+    def attempts(self, one: Any, values: list[Held]) -> Iterator[list[Kind]]:
+        """The kinds of an equation's inputs as they are, and then with more and more of them shared by all workers."""
+        kinds = [value.kind for value in values]
+        yield kinds
+
+        def shared(chosen: Callable[[int], bool]) -> list[Kind]:
+            return [Fixed(power=None) if chosen(number) else kind for number, kind in enumerate(kinds)]
+
+        sums = [number for number, kind in enumerate(kinds) if isinstance(kind, Summed)]
+        if one.primitive.name == "div" and sums == [0, 1]:
+            yield shared(lambda number: number == 1)
+        if any(not values[number].trained for number in sums):
+            yield shared(lambda number: number in sums and not values[number].trained)
+        if sums:
+            yield shared(lambda number: number in sums)
+        by_size = sorted((n for n, kind in enumerate(kinds) if isinstance(kind, PerRow)), key=lambda n: -np.prod(one.invars[n].aval.shape))
+        if len(by_size) > 1:
+            yield shared(lambda number: number in sums or number in by_size[1:])
+        yield shared(lambda number: not isinstance(kinds[number], Fixed))
+
+    def kinds(self, one: Any, other: Any, values: list[Kind]) -> Sequence[Kind | None]:
+        """Of the results of an equation; None: workers have to share something first."""
+        name, none = one.primitive.name, [None] * len(one.outvars)
+        if all(isinstance(value, Fixed) for value in values):
+            return self.without_rows(one, other, values)
+        if name in OWN_GRADIENT:
+            if _defined_in(one) == CHUNKED:
+                return [_sum_over_tokens(values)]
+            if _defined_in(one) == ATTENTION and not any(var.aval.dtype == np.uint32 for var in one.invars):  # no random numbers
+                return [_attention_of_rows(values)]
+            return none
+        if name in ELEMENTWISE and len(one.outvars) == 1:
+            return [elementwise(name, one, other, values)]
+        if name in RULES and self.alike(one.params, other.params):
+            return [RULES[name](self, one, other, values)] * len(one.outvars)
+        return none
+
+    def without_rows(self, one: Any, other: Any, values: list[Kind]) -> Sequence[Kind]:
+        """Of what is the same on all workers, so are all results."""
+        name, alike = one.primitive.name, self.alike(one.params, other.params)
+        found: Sequence[Kind | None] = [None] * len(one.outvars)
+        if name in ELEMENTWISE and len(one.outvars) == 1:
+            found = [elementwise(name, one, other, values)]
+        elif name in RULES and alike:
+            found = [RULES[name](self, one, other, values)] * len(one.outvars)
+        avals = [(a.aval, b.aval) for a, b in zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)]
+        still = alike and all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in avals)
+        power = 0 if still and not any(value.power is None or value.power for value in values) else None
+        other_kind = Fixed(power=power, key=any(isinstance(value, Fixed) and value.key for value in values))
+        return [other_kind if kind is None or isinstance(kind, Summed) else kind for kind in found]
+
+    def alike(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+        """Whether an equation does the same in both traces, but for shapes; what it calls is compared as text, and by its constants."""
+
+        def same(a: Any, b: Any) -> bool:
+            return a is b or str(a) == str(b)
+
+        def consts(params: Mapping[str, Any]) -> list[Any]:
+            return [c for p in jax.tree.leaves([*params.values()], is_leaf=_closed) if _closed(p) for c in p.consts]
+
+        pairs = zip(consts(first), consts(second), strict=False)
+        return all(same(first[key], second.get(key)) for key in first if key not in SIZED) and all(
+            kind.power == 0 for kind in (self.kind_of_constant(a, b) for a, b in pairs)
+        )
+
+    def call(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """A function that is called once."""
+        return self.closed(_inner(one), _inner(other), values)
+
+    def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """A mixture of experts, which routes the tokens of each worker by themselves: outputs, how many tokens chose each expert, and two
+        means over tokens."""
+        tokens = values[0].kind
+        kinds = [tokens, Summed(0 if tokens.power == 0 else None), Summed(-1), Summed(-1)]
+        return [Held(kind, True) for kind in kinds]
+
+    def of_jax(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """One of JAX's own functions with a derivative of its own, such as relu."""
+        return self.closed(_inner(one), _inner(other), values)
+
+    def scan(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """A loop over some other dim than the rows; what it carries is looked at until it does not change."""
+        consts, carried = scanned(one.params)
+        xs = values[consts + carried :]
+        along_rows = any(isinstance(value.kind, PerRow) and value.kind.dim == 0 for value in xs)
+        if one.params["length"] != other.params["length"] or along_rows:
+            return self.operation(one, other, values)
+        fixed, carry = values[:consts], values[consts : consts + carried]
+        reader = Walk(self.rows, self.others)
+        entries = self.scan_entries(xs)
+        kinds = [Held(value.kind, value.trained) for value in carry]
+        for _ in range(6):
+            reader.shares.clear()
+            found = reader.closed(one.params["jaxpr"], other.params["jaxpr"], [*_bare(fixed), *kinds, *entries])
+            after = [_both(a, b) for a, b in zip(kinds, found[:carried], strict=True)]
+            if after == kinds:
+                break
+            kinds = after
+        return self.looped(one, other, values, kinds, found[carried:], reader.shares)
+
+    @staticmethod
+    def scan_entries(xs: Sequence[Held]) -> list[Held]:
+        """What the body of a scan gets of each array that it goes through."""
+        return [Held(entry(value.kind), value.trained) for value in xs]
+
+    def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Shared]) -> list[Held]:
+        """What a scan returns, whose body keeps what it carries of these kinds, and returns others."""
+        self.shares.extend(shares)
+        return [*carry, *(Held(stacked(value.kind), value.trained) for value in ys)]
+
+    def cond(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Branches that are chosen alike on all workers."""
+        index, *inputs = values
+        if not isinstance(index.kind, Fixed):
+            index = self.converted(index, Fixed(power=None), one, (one.invars[0], other.invars[0]))
+        branches = list(zip(one.params["branches"], other.params["branches"], strict=True))
+        reader = Walk(self.rows, self.others)
+        found = [reader.closed(a, b, _bare(inputs)) for a, b in branches]
+        self.shares.extend(reader.shares)
+        kinds = found[0]
+        for results in found[1:]:
+            kinds = [_both(a, b) for a, b in zip(kinds, results, strict=True)]
+        power = 0 if index.kind.power == 0 else None
+        kinds = [Held(value.kind if power == 0 else same_power(value.kind, None), value.trained or index.trained) for value in kinds]
+        return self.chosen(one, other, index, inputs, kinds)
+
+    def chosen(self, one: Any, other: Any, index: Held, inputs: list[Held], kinds: list[Held]) -> list[Held]:
+        """What branches return, which agree on these kinds."""
+        return kinds
+
+    # arrays: here there are none; see `spmd.train.batch_rows.compute` ---------------------------------------------------------------------------
+
+    def converted(self, value: Held, kind: Kind, one: Any, variables: tuple[Any, Any]) -> Held:
+        """An input of an equation, of another kind: workers share it."""
+        if value.kind == kind or isinstance(value.kind, Fixed):
+            return value
+        aval = variables[0].aval
+        how = "sum" if isinstance(value.kind, Summed) else "rows"
+        self.shares.append(Shared(how, value.trained, aval.size * aval.dtype.itemsize, one))
+        return Held(kind, value.trained)
+
+    def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
+        """What an equation returns of inputs that workers have as it needs them."""
+        trained = any(value.trained for value in values)
+        if one.primitive.name in OVER_ROWS and isinstance(values[0].kind, PerRow) and isinstance(kinds[0], Fixed):
+            aval = one.outvars[0].aval
+            self.shares.append(Shared(OVER_ROWS[one.primitive.name], trained, aval.size * aval.dtype.itemsize, one))
+        return [Held(kind, trained) for kind in kinds]
+
+
+class Unreadable(Exception):
+    """A loss of which two traces cannot be read side by side."""
+
+
+def _bare(values: Sequence[Held]) -> list[Held]:
+    """Without arrays."""
+    return [Held(value.kind, value.trained) for value in values]
+
+
+def _both(a: Held, b: Held) -> Held:
+    """What both can be made."""
+    kind = joined(a.kind, b.kind)
+    return Held(Fixed(power=None) if kind is None else kind, a.trained or b.trained)
+
+
+def _closed(value: Any) -> bool:
+    return hasattr(value, "consts") and hasattr(value, "jaxpr")
+
+
+def _inner(equation: Any) -> Any:
+    """The jaxpr that an equation calls."""
+    return next(equation.params[key] for key in INNER if hasattr(equation.params.get(key), "eqns"))
+
+
+def _defined_in(equation: Any) -> str:
+    """The file that defines a function with a derivative of its own."""
+    defined = getattr(getattr(equation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
+    return getattr(defined, "func_filename", None) or ""
+
+
+def _sum_over_tokens(values: Sequence[Kind]) -> Kind | None:
+    """What `cross_entropy_from_features` returns: a weighted sum over tokens, whatever the chunks, of what each token's features give."""
+    features, *head, labels, weights = values
+    at = (features.dim, features.inner) if isinstance(features, PerRow) else None
+    tokens = at is not None and isinstance(labels, PerRow) and (labels.dim, labels.inner) == at
+    counted = isinstance(weights, Fixed) or (isinstance(weights, PerRow) and (weights.dim, weights.inner) == at)
+    if not tokens or not counted or not all(isinstance(value, Fixed) for value in head):
+        return None
+    same = not any(value.power != 0 for value in (features, labels, *head))
+    return Summed(weights.power if same else None)
+
+
+def _attention_of_rows(values: Sequence[Kind]) -> Kind | None:
+    """What attention in tiles returns: each row's from that row of queries, keys, values and masks, if dim 0 of all has the rows."""
+    by_row = [value for value in values if not isinstance(value, Fixed)]
+    if not all(isinstance(value, PerRow) and (value.dim, value.inner) == (0, 1) for value in by_row):
+        return None
+    return PerRow(0, 1, 0 if not any(value.power != 0 for value in values) else None)
+
+
+def read_loss(first: Any, second: Any, given: Sequence[Held], rows: int, others: int) -> tuple[list[Held], list[Shared]]:
+    """What each output is of a function that was traced for `rows` and for `others` rows, and what workers share.
+
+    `given` says what the inputs are.
+
+    Raises:
+      Unreadable: the traces do not correspond.
+    """
+    walk = Walk(rows, others)
+    return walk.closed(first, second, given), walk.shares
+
+
+def is_mean(found: Sequence[Kind], shape: tuple[int, ...]) -> bool:
+    """Whether workers that call the loss on their own rows have it by themselves: one value per row or a scalar, of this shape, or (sum,
+    count), which may be of each row."""
+    if len(found) == 2 and not shape:
+        total, count = found
+        if not isinstance(total, Summed) or total.power is None:
+            return False
+        return (isinstance(count, Summed) and count.power == total.power) or (isinstance(count, Fixed) and count.power == total.power + 1)
+    if shape:
+        return all(isinstance(kind, PerRow) and (kind.dim, kind.inner, kind.power) == (0, 1, 0) for kind in found)
+    return found[0] == Summed(-1) or (isinstance(found[0], Fixed) and found[0].power == 0)
