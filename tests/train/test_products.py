@@ -71,7 +71,7 @@ def train(trainer):
 
 
 def furthest(one, other):
-    return max(np.abs(one[path] - other[path]).max() for path in one)
+    return np.max([np.abs(one[path] - other[path]).max() for path in one])
 
 
 def factor_dtypes(trainer):
