@@ -14,18 +14,20 @@ EXAMPLES := $(VENV)/.examples
 TEST := $(VENV)/.test
 DEV := $(VENV)/.dev
 
+# `environment`, or nothing if there is one to use: its Python has the version of $(PYTHON), and all of pip, which writes INSTALLER last.
+WITH_PIP := import sys, importlib.metadata; importlib.metadata.distribution("pip").read_text("INSTALLER") and print(sys.version_info[:2])
+ENVIRONMENT := $(shell [ "$$($(RUN) -c '$(WITH_PIP)' 2>&1)" = "$$($(PYTHON) -c 'import sys; print(sys.version_info[:2])' 2>&1)" ] || echo environment)
+
 # $(call install,EXTRA,WHAT IT BRINGS)
 define install
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "spmd needs Python 3.11 or newer; this is %d.%d" % sys.version_info[:2])'
 	@echo "installing into $(VENV): spmd, JAX, Flax and $(2) ..."
 	@began=$$(date +%s); \
-	    { [ -x $(RUN) ] || $(PYTHON) -m venv $(VENV); } && \
 	    $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(1)]' && \
 	    echo "installed in $$(($$(date +%s) - began)) s"
 	@touch $@
 endef
 
-.PHONY: demo test test-system test-all check docs notebooks soak bench published clean help
+.PHONY: environment demo test test-system test-all check docs notebooks soak bench published clean help
 
 help:
 	@echo "make demo         train a CNN on digits over 8 simulated devices; results in runs/demo/"
@@ -40,14 +42,19 @@ help:
 	@echo "make published    plans of published runs, against what was measured; needs '.[gpu-compiler]'"
 	@echo "make clean        remove .venv, runs and what was built"
 
-$(EXAMPLES): pyproject.toml
+environment:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "spmd needs Python 3.11 or newer; this is %d.%d" % sys.version_info[:2])'
+	@[ ! -e $(VENV) ] || echo "$(VENV) is incomplete or of another Python than $(PYTHON): it is made again"
+	@$(PYTHON) -m venv --clear $(VENV)
+
+$(EXAMPLES): pyproject.toml $(ENVIRONMENT)
 	$(call install,examples,what the examples need (scikit-learn and matplotlib; 800 MB in all))
 
-$(TEST): pyproject.toml
+$(TEST): pyproject.toml $(ENVIRONMENT)
 	$(call install,test,what the tests need (1.3 GB in all))
 	@touch $(EXAMPLES)
 
-$(DEV): pyproject.toml
+$(DEV): pyproject.toml $(ENVIRONMENT)
 	$(call install,dev,what checks and documentation need (1.5 GB in all))
 	@touch $(EXAMPLES) $(TEST)
 

@@ -166,24 +166,35 @@ LONG_EXAMPLES = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
-def pytest_collection_modifyitems(items):
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
+
+def sample(items) -> None:
     """Of the cases of a `sampled(quick=n, system=m)` test every n-th is quick, every m-th of the others is `system`, and the rest slow.
 
-    Where cases are a product, a number that shares no factor with the sizes of its parts gives a sample that has every value.
+    A case that is marked `system` itself is never quick, and one that is marked `slow` is in no sample. Where cases are a product, a number
+    that shares no factor with the sizes of its parts gives a sample that has every value.
     """
     counts: dict[str, list[int]] = {}
     for item in items:
-        if item.nodeid.startswith(LONG_EXAMPLES):
-            item.add_marker("system")
         if (sampled := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
-            count = counts.setdefault(item.nodeid.partition("[")[0], [0, 0])  # of all cases, and of those that are not quick
-            quick = sampled.kwargs.get("quick")
-            if quick is None or count[0] % quick:
+            count = counts.setdefault(item.nodeid.partition("[")[0], [0, 0])  # of cases that may be quick, and of those that are not
+            quick, may_be_quick = sampled.kwargs.get("quick"), not item.get_closest_marker("system")
+            if quick is None or not may_be_quick or count[0] % quick:
                 is_system = count[1] % sampled.kwargs.get("system", 1) == 0
                 item.add_marker("system" if is_system else "slow")
                 count[1] += 1
-            count[0] += 1
+            count[0] += may_be_quick
+
+
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
+def pytest_collection_modifyitems(config, items):
+    """Mark long examples and the cases of sampled tests."""
+    for item in items:
+        if item.nodeid.startswith(LONG_EXAMPLES):
+            item.add_marker("system")
+    sample(items)
+    config.stash[COLLECTED] = list(items)
     items.sort(key=lambda item: item.get_closest_marker("optimized") is not None)  # each change of options drops all programs
 
 
@@ -205,6 +216,12 @@ def pytest_unconfigure(config):
     """The process that began the run removes the run's own cache."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["SPMD_TEST_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def collected(pytestconfig):
+    """All cases of this run's files, those that are not chosen too."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture

@@ -1,28 +1,40 @@
 """Bounds of comparisons that hold on every processor: elements of float32 results have no narrow relative bound of their own."""
 
 import ast
+import operator
 from pathlib import Path
 
 import pytest
 
 TESTS = sorted(Path(__file__).parent.rglob("*.py"))
-FLOAT64 = 1e-9  # a bound up to here is for arithmetic in float64, or for equal bits
-FLOAT32 = 1e-5  # and one from here on leaves room for the rounding of float32
-BOUNDS = {  # the names of both bounds, and the relative one that counts where none is written
-    "assert_allclose": ("rtol", "atol", 1e-7),
-    "allclose": ("rtol", "atol", 1e-5),
-    "isclose": ("rtol", "atol", 1e-5),
-    "approx": ("rel", "abs", 1e-6),
+# A relative bound that is written and is at most this is for arithmetic of Python and numpy in float64, whose roundings of 1.1e-16 are the
+# same on every processor. A result in float32, rounded to 6e-8, would need equal bits.
+FLOAT64 = 1e-9
+FLOAT32 = 1e-5  # a bound from here on leaves room for the rounding of float32
+NOTHING = 1e-20  # an absolute bound up to here allows no difference of numbers that tests compare
+BOUNDS = {  # the names of both bounds, the place of the relative one among the arguments, and which one counts where none is written
+    "assert_allclose": ("rtol", "atol", 2, 1e-7),
+    "allclose": ("rtol", "atol", 2, 1e-5),
+    "isclose": ("rtol", "atol", 2, 1e-5),
+    "math.isclose": ("rel_tol", "abs_tol", 2, 1e-9),
+    "approx": ("rel", "abs", 1, 1e-6),
 }
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
 
 
 def number(node, constants):
-    """Return the number that an expression writes, directly or as a constant of the file; None where it is computed."""
-    node = constants.get(node.id) if isinstance(node, ast.Name) else node
-    try:
-        return float(ast.literal_eval(node))
-    except (TypeError, ValueError):
-        return None
+    """Return the number that an expression of numbers and of constants of the file comes to; None for any other expression."""
+    match node:
+        case ast.Constant(int() | float() as value):
+            return float(value)
+        case ast.Name(name) if name in constants:
+            return number(constants[name], constants)
+        case ast.UnaryOp(ast.USub(), operand):
+            return number(ast.BinOp(ast.Constant(0), ast.Sub(), operand), constants)
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            numbers = [number(left, constants), number(right, constants)]
+            return None if None in numbers else OPERATIONS[type(operation)](*numbers)
+    return None
 
 
 def constants_of(tree):
@@ -30,19 +42,32 @@ def constants_of(tree):
     return {node.targets[0].id: node.value for node in assignments}
 
 
+def compared_by(function, imported):
+    """Return the key in `BOUNDS` of a called function; None if it is another function."""
+    name = ast.unparse(function) if isinstance(function, ast.Attribute) else imported.get(getattr(function, "id", None), "")
+    return name if name in BOUNDS else next((key for key in BOUNDS if name.endswith(f".{key}")), None)
+
+
 def narrow_bounds(source):
     """Return the lines of comparisons whose only bound is a narrow relative one."""
     tree = ast.parse(source)
     constants = constants_of(tree)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     lines = []
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in BOUNDS):
+        key = compared_by(node.func, imported) if isinstance(node, ast.Call) else None
+        if key is None:
             continue
-        relative_name, absolute_name, default = BOUNDS[node.func.attr]
-        written = {keyword.arg: number(keyword.value, constants) for keyword in node.keywords}
-        relative = written.get(relative_name, default)
-        has_absolute = written.get(absolute_name, 0) != 0
-        if relative is not None and FLOAT64 < relative < FLOAT32 and not has_absolute:
+        relative_name, absolute_name, place, default = BOUNDS[key]
+        in_order = dict(zip((relative_name, absolute_name), node.args[place:], strict=False))
+        named = {keyword.arg: keyword.value for keyword in node.keywords}
+        written = {name: number(value, constants) for name, value in (in_order | named).items()}
+        relative, absolute = written.get(relative_name, default), written.get(absolute_name, 0)
+        if None in (relative, absolute) or absolute > NOTHING:
+            continue
+        is_for_float64 = relative_name in written and relative <= FLOAT64
+        if relative < FLOAT32 and not is_for_float64:
             lines.append(node.lineno)
     return lines
 
@@ -61,6 +86,17 @@ def test_no_comparison_depends_on_the_processor():
         ("LITTLE = 3e-6\nnp.allclose(a, b, rtol=LITTLE)", True),
         ("assert a == pytest.approx(b)", True),
         ("assert a == pytest.approx(b, rel=1e-8)", True),
+        ("np.testing.assert_allclose(a, b, 1e-6)", True),
+        ("jnp.isclose(a, b, 1e-6, 0)", True),
+        ("np.allclose(a, b, rtol=1e-6, atol=1e-30)", True),
+        ("np.testing.assert_allclose(a, b, rtol=2**-20)", True),
+        ("EPS = 2.0**-23\nTWICE = 2 * EPS\nnp.allclose(a, b, rtol=TWICE, atol=-0.0)", True),
+        ("from pytest import approx\nassert a == approx(b)", True),
+        ("from pytest import approx as near\nassert a == near(b, 1e-6)", True),
+        ("from numpy.testing import assert_allclose\nassert_allclose(a, b)", True),
+        ("math.isclose(a, b)", True),
+        ("math.isclose(a, b, rel_tol=1e-6)", True),
+        ("from math import isclose\nisclose(a, b)", True),
         ("np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)", False),
         ("np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())", False),
         ("np.testing.assert_allclose(a, b, rtol=1e-5)", False),
@@ -68,6 +104,14 @@ def test_no_comparison_depends_on_the_processor():
         ("np.allclose(a, b)", False),
         ("assert a == pytest.approx(b, rel=1e-12)", False),
         ("assert a == pytest.approx(b, abs=0.1)", False),
+        ("np.testing.assert_allclose(a, b, 1e-3)", False),
+        ("np.testing.assert_allclose(a, b, 1e-6, 1e-6)", False),
+        ("assert a == pytest.approx(b, 1e-3)", False),
+        ("EPS = 2.0**-10\nnp.allclose(a, b, rtol=EPS / 2)", False),
+        ("np.allclose(a, b, rtol=tolerance)", False),
+        ("math.isclose(a, b, rel_tol=1e-9)", False),
+        ("from numpy import isclose\nisclose(a, b)", False),
+        ("from tests.mine import approx_by\napprox_by(a, b)", False),
     ],
 )
 def test_narrow_bounds_are_found(source, found):

@@ -33,7 +33,6 @@ from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
 
 HEADROOM = 1.2  # times the size of a checkpoint that must be free on disk before it is written
-LEAST_SLICE_BYTES = 16 << 20  # of a replicated array that one of several replicas writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +109,15 @@ def _report_failure(error: BaseException) -> None:
 def _handlers() -> Any:
     """Orbax's handlers of what a checkpoint consists of.
 
-    A replicated array is divided among its replicas only if that saves a transfer worth it. By default Orbax (0.12) divides all, by slices
-    on the devices: a program for each shape and device, which are compiled while the first checkpoint is saved.
+    Orbax (0.12) divides a replicated array among its replicas, by slices on the devices: each process writes a part, and a program for each
+    shape and device is compiled while the first checkpoint is saved. One process would write all parts itself, so it divides nothing.
     """
     ocp = import_orbax()
     options = ocp.options.MultiprocessingOptions(active_processes=active_processes())
-    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=LEAST_SLICE_BYTES)
+    arrays = ocp.type_handlers.get_type_handler(jax.Array)
+    if jax.process_count() == 1:
+        store = getattr(arrays, "_array_metadata_store", None)  # by default an ArrayHandler has none
+        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, array_metadata_store=store)
     types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     handlers = ocp.DefaultCheckpointHandlerRegistry()
     for item in (STATE, *COMM_STATE):

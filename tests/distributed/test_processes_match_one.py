@@ -108,11 +108,16 @@ def check(one, two, tolerance=0.0):
 
 
 @pytest.fixture(scope="module")
-def fast(tmp_path_factory):
-    """The cases of the fast suite; two processes save one of them after 3 and 6 steps, and one process resumes from the third."""
-    folder = tmp_path_factory.mktemp("equal")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("equal")
+
+
+@pytest.fixture(scope="module")
+def fast(folder):
+    """The cases of the fast suite; two processes save two of them, one after 3 and 6 steps, and one process resumes from the third."""
     saved = {**FAST["bfloat16"], "checkpoint": str(folder / "run")}
-    two = trained(folder, 2, {**FAST, "bfloat16": {**saved, "every": 3}})
+    replicated = {**FAST["float16"], "checkpoint": str(folder / "replicated")}
+    two = trained(folder, 2, {**FAST, "bfloat16": {**saved, "every": 3}, "float16": replicated})
     shutil.rmtree(folder / "run" / "checkpoints" / "6")
     one = trained(folder, 1, {**FAST, "resumed": {**saved, "resume": True}})
     return one, two
@@ -139,6 +144,13 @@ def test_resume_with_another_number_of_processes(fast):
     assert (len(reference["history loss"]), len(rest["history loss"])) == (6, 3)
     np.testing.assert_array_equal(rest["history loss"], reference["history loss"][3:])
     assert relative_differences(state(rest), state(reference)) == {}
+
+
+def test_each_process_writes_a_part_of_replicated_arrays(fast, folder):
+    def written(rank):
+        return sum(file.stat().st_size for file in (folder / "replicated" / "checkpoints").glob(f"*/state/ocdbt.process_{rank}/d/*"))
+
+    assert written(1) > 0.5 * written(0) > 5000
 
 
 @SLOW

@@ -34,7 +34,7 @@ def test_two_processes_match_one_and_resume_from_each_other(tmp_path):
     assert set(run(1, "from two").hashes) == set(run(2, "from one").hashes) == set(one.hashes)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("stop", [4, 6], ids=["at the end of an epoch", "inside one"])
 def test_processes_that_stop_at_a_step_resume_there(tmp_path, stop):
     """The number of batches is not known: no batch is left out or repeated, and no evaluation is repeated."""

@@ -41,7 +41,6 @@ def test_pairs_have_the_same_prompt_and_count_their_answers():
         assert not prompts and answers == [f" {word}.<end>", f" {word.upper()}!<end>"]
 
 
-@pytest.mark.slow
 def test_preferred_answers_become_likelier(capsys):
     result = dpo.main(["--layout", "fsdp", "--mesh", "data=8", "--steps", "60"])
     assert result.history["loss"][0] == pytest.approx(np.log(2), rel=1e-4) and result.history["loss"][-1] < 0.1

@@ -294,7 +294,7 @@ def test_a_run_that_is_stopped_and_started_again_ends_bit_equal(how, undisturbed
     assert shown.splitlines()[-2] == resumed.splitlines()[-2]  # the last sample
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_run_is_resumed_on_fewer_devices(data, tmp_path):
     """Weights of float32, so that what is written is not rounded to the same numbers."""
     wide = spmd.pretrained.save(spmd.pretrained.load(FOLDER, progress=False), tmp_path / "wide", dtype="float32", progress=False)
@@ -312,7 +312,7 @@ def test_a_run_is_resumed_on_fewer_devices(data, tmp_path):
         np.testing.assert_allclose(value, second[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_two_processes_write_what_one_does(data, tmp_path):
     more = ["--sample", "What does the cow say?", "--sample-every", 3, "--max-new-tokens", 4]
     one = command(words(data, tmp_path / "one", *more))

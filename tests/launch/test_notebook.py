@@ -380,7 +380,6 @@ print("BACK", back[0], type(back[1]) is Pair, back[1].b, back[2]())
     assert len(set(numbers)) == 2 and gone(numbers, 0), "an abandoned group ends with its script"
 
 
-@pytest.mark.slow
 def test_documentation_example_runs():
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     code = page.partition("## In a notebook\n")[2].partition("```python\n")[2].partition("```")[0]

@@ -53,7 +53,10 @@ def reference(
     if segment_ids is not None:
         of_query, of_key = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         seen = seen & (of_query[:, None, :, None] == of_key[:, None, None, :])
-    weights = jnp.where(seen, jnp.exp(scores - jnp.where(seen, scores, -1e9).max(-1, keepdims=True)), 0.0)
+    # No gradient through the largest score, which cancels: XLA:CPU may round the scores again otherwise, so that none equals it, and jax
+    # divides by how many do. And no exponential of a score that is not seen: it may overflow, and has no gradient then.
+    largest = jax.lax.stop_gradient(jnp.where(seen, scores, -1e9).max(-1, keepdims=True))
+    weights = jnp.exp(jnp.where(seen, scores - largest, -jnp.inf))
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     if dropout:
         weights = jnp.where(jax.random.bernoulli(dropout_key, 1 - dropout, weights.shape), weights / (1 - dropout), 0.0)
@@ -72,10 +75,10 @@ def with_gradients(function, query, key, value, grad, **options):
     return run(query, key, value, bias, grad)
 
 
-def worst(ours, theirs):
-    """The largest difference, as a share of the largest number in each array."""
+def worst(ours, theirs, least=1e-3):
+    """The largest difference, as a share of the largest number in each array, or of `least` where all are smaller."""
     pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(ours, theirs, strict=True)]
-    return max(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) for a, b in pairs)
+    return np.max([np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in pairs])
 
 
 def random_mask(*shape):
@@ -349,6 +352,8 @@ BLOCKS = {  # in blocks of 16: several, the last one incomplete, and some that a
     "bias of queries": ({"bias": random_bias(ROWS, 1, 40, 1), "window": 9}, {"queries": 40, "keys": 24}),
     "bias of heads": ({"bias": random_bias(HEADS, 1, 1), "mask": random_mask(1, 1, 40, 1)}, {"queries": 40, "keys": 24}),
 }
+# Adding one number to all scores of a query changes no weight: the gradient of such a bias is the rounding of a sum of numbers near 1.
+EQUAL_FOR_KEYS = ("bias of queries", "bias of heads")
 
 
 @pytest.mark.system
@@ -357,7 +362,9 @@ def test_blocks_of_flash_kernels(name, monkeypatch):
     monkeypatch.setattr(flash_kernel.Blocks, "of", lambda row_bytes, *, backward: flash_kernel.Blocks(16, 32 if backward else 16))
     options, shape = BLOCKS[name]
     arrays = inputs(**shape)
-    assert worst(with_gradients(interpreted(), *arrays, **options), with_gradients(reference, *arrays, **options)) < 1e-5
+    ours, plain = with_gradients(interpreted(), *arrays, **options), with_gradients(reference, *arrays, **options)
+    least = 1.0 if name in EQUAL_FOR_KEYS else 1e-3
+    assert worst(ours, plain, least) < 1e-5
 
 
 @pytest.mark.slow

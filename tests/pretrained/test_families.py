@@ -197,17 +197,9 @@ def norm_only():
     return optax.GradientTransformation(lambda params: {"norm": jnp.zeros(())}, update)
 
 
-def layout_cases():
-    quick = [("llama", "fsdp_pipeline_tensor")]
-    for layout in LAYOUTS:
-        for name in FAMILIES:
-            main = layout in ("fsdp", "fsdp_tensor_parallel", "pipeline", "transformer_parallel")
-            mark = [] if (name, layout) in quick else [pytest.mark.system if main else pytest.mark.slow]
-            yield pytest.param(name, layout, marks=mark, id=f"{name}-{layout}")
-
-
-@pytest.mark.sampled(system=7)
-@pytest.mark.parametrize(("name", "layout"), list(layout_cases()))
+@pytest.mark.sampled(system=10)  # each family once, and each layout
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_layouts_equal_transformers(name, layout):
     where = {"mesh": LAYOUTS[layout], "layout": layout.partition(":")[0]}
     values, batch = expected(name), batch_of(name, copies=4)

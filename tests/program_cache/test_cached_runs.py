@@ -71,7 +71,7 @@ def test_processes_of_a_launch_compile_nothing_after_restart(tmp_path):
     assert {each["loss"] for each in second} == {each["loss"] for each in first}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("other", ["folder", "off"])
 def test_processes_that_differ_in_their_folder_use_none(tmp_path, other):
     different = str(tmp_path / "of process 1") if other == "folder" else False

@@ -127,6 +127,7 @@ def test_waiting_for_data_counts_as_far_as_devices_had_nothing_to_do(clock):
         assert spent(account) == {"training": 11.0, "waiting for data": 12.0}
         waits(account, clock, 2.0, busy=[False])
     assert spent(account) == {"training": 11.0, "waiting for data": 14.0} and account.waited == 21.0
+    assert account.training_seconds == 25.0
 
 
 def test_time_of_a_call_is_measured_where_the_host_waited_for_it(clock):
@@ -403,6 +404,7 @@ def test_run_divides_its_time(clock, tmp_path):
     result = fit(epochs=2, checkpoint=tmp_path / "run", eval_data=Slow(clock, 16.0), callbacks=[callback, Saves()], log_every=1)
     assert saved == [3, 6]
     assert spent(result.goodput) == {"training": 6 * 4.0 + 2 * 0.25, "evaluating": 2 * 3 * 16.0}
+    assert result.samples_per_second == 6 * 32 / result.goodput["training"]
     assert (tmp_path / "run" / "goodput.html").read_text().count("<svg") == 1
     stored = json.loads((tmp_path / "run" / "goodput.json").read_text())
     assert stored["totals"]["evaluating"] == 96.0 and stored["phase"] == "down"
@@ -422,6 +424,7 @@ def test_compiling_counts_where_a_program_is_compiled(clock, monkeypatch):
     monkeypatch.setattr(Program, "_build", slow)
     result = fit(epochs=2, eval_data=numbers(32, 1))
     assert spent(result.goodput) == {"compiling": 40.0}
+    assert result.samples_per_second is None, "no time passed in training"
 
 
 def test_result_and_display_say_it(clock, capsys):

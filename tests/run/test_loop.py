@@ -117,6 +117,15 @@ def test_nothing_is_compiled_after_the_first_step_not_even_for_a_short_batch(lay
     assert compilations.count == 0
 
 
+def test_saving_compiles_one_copy_and_no_slices(tmp_path):
+    """One process writes all of a replicated array, which need not be divided on the devices that hold it."""
+    jax.clear_caches()
+    with Compilations() as compilations:
+        fit(steps=4, layout="data_parallel", checkpoint=spmd.Checkpoint(tmp_path, every=4), callbacks=[compilations.start])
+    assert (tmp_path / "checkpoints" / "4").is_dir()
+    assert compilations.count == 1
+
+
 @pytest.mark.system
 def test_the_counter_would_notice():
     """Batch statistics cannot leave padding out: the short batch is a second program, compiled once."""

@@ -57,7 +57,6 @@ def test_two_processes_match_one(one, tmp_path):
     assert written(one, "large")["process/table.csv"] != written(one, "halving")["process/table.csv"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_killed_process_is_restarted_and_results_are_the_same(one, tmp_path, rank):
     run = swept(tmp_path / "killed", 2, rank, 9, options=("--max-restarts", 1))
@@ -66,7 +65,6 @@ def test_killed_process_is_restarted_and_results_are_the_same(one, tmp_path, ran
     check_equal(one, tmp_path / "killed")
 
 
-@pytest.mark.slow
 def test_processes_that_are_asked_to_end_save_at_the_same_step(one, tmp_path):
     run = swept(tmp_path / "asked", 2, 1, 2, "SIGTERM", cases={"large": CASES["large"]}, ends=143)
     assert "CALLS" not in run.text and "2 processes ended with code 143 after SIGTERM" in run.text

@@ -70,4 +70,4 @@ def equal(left, right):
 
 
 def far(left, right):
-    return max(np.abs(left[1][path] - right[1][path]).max() for path in left[1])
+    return np.max([np.abs(left[1][path] - right[1][path]).max() for path in left[1]])

@@ -4,6 +4,7 @@ Five steps on the same batches must give the same losses, and the same parameter
 """
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -26,24 +27,34 @@ def layout_for(name, mesh, step):
     return layout
 
 
+QUICK = ("gpt-fsdp-4x2-manual", "gpt-tensor_parallel-4x2-auto")
+SYSTEM = (  # each layout, each mesh, each model, and both ways to reduce gradients
+    "cnn-data_parallel-8-manual",
+    "cnn-fsdp_tensor_parallel-4x2-manual",
+    "lstm-fsdp-8-manual",
+    "lstm-data_parallel-2x2x2-manual",
+    "gpt-zero1-4x2-manual",
+    "gpt-tensor_parallel-2x4-manual",
+    "gpt-fsdp_tensor_parallel-4x2-auto",
+    "gpt-fsdp_tensor_parallel-2x2x2-manual",
+)
+
+
 def cases():
-    for model in ("cnn", "lstm", "gpt"):
-        for layout in LAYOUTS:
-            for mesh in MESHES:
-                if "tensor" not in layout and mesh in ("2x4",):
-                    continue  # no parameter is sharded over `model`: 4x2 covers every case
-                for step in ("auto", "manual"):
-                    # with the system tests: one model by hand under every layout, another under the one that shards most; on three axes and
-                    # by the compiler as well, and of these the quick suite has a sample; `make test-all`: every case
-                    most, gpt = layout == "fsdp_tensor_parallel", model == "gpt"
-                    by_hand = (mesh, step) == ("4x2", "manual") and layout != "zero1" and (gpt or (most and model == "cnn"))
-                    slow = not (by_hand or (gpt and most and (mesh, step) in (("4x2", "auto"), ("2x2x2", "manual"))))
-                    marks = [pytest.mark.slow] * slow
-                    marks += [pytest.mark.optimized, pytest.mark.system] * (model == "cnn")  # ties in its pools and gates
-                    yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=marks)
+    for model, layout, mesh, step in itertools.product(("cnn", "lstm", "gpt"), LAYOUTS, MESHES, ("auto", "manual")):
+        if "tensor" not in layout and mesh == "2x4":
+            continue  # no parameter is sharded over `model`: 4x2 covers every case
+        name = f"{model}-{layout}-{mesh}-{step}"
+        marks = [pytest.mark.optimized] * (model == "cnn")  # ties in its pools and gates
+        if name not in QUICK:
+            marks.append(pytest.mark.system if name in SYSTEM else pytest.mark.slow)
+        yield pytest.param(model, layout, mesh, step, id=name, marks=marks)
 
 
-@pytest.mark.sampled(quick=7, system=2)
+def test_chosen_cases_exist():
+    assert {*QUICK, *SYSTEM} <= {case.id for case in cases()}
+
+
 @pytest.mark.parametrize(("name", "layout", "mesh", "step"), list(cases()))
 def test_equals_one_device(name, layout, mesh, step):
     chosen = layout_for(layout, MESHES[mesh], step)

@@ -168,7 +168,7 @@ def check_residual(path, net, codec, accumulate, mode="auto"):
     np.testing.assert_allclose(applied - residual.mean(0), true, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(system=2)
 @pytest.mark.parametrize("dropout", [0.5, 0.0])
 def test_recurrent_layers_are_gathered_one_by_one(dropout):
     layer, one = (

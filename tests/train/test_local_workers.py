@@ -300,7 +300,7 @@ def test_codecs_are_used_at_synchronizations():
     assert any(op.dtype == "uint8" for op in coded.wire.ops if op.where.startswith("send/0/reduce_gradients/int8"))
     start = weights(exact, exact.init())
     moved = max(np.abs(exact_weights[path] - start[path]).max() for path in exact_weights)
-    difference = max(np.abs(coded_weights[path] - exact_weights[path]).max() for path in coded_weights)
+    difference = np.max([np.abs(coded_weights[path] - exact_weights[path]).max() for path in coded_weights])
     assert 0 < difference < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
 
 

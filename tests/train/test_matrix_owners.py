@@ -514,7 +514,7 @@ def test_experts_of_layers_have_owners(optimizer, spec, most):
     assert groups[-1:] == [Group((16, 16), 24, most)]
 
 
-@pytest.mark.slow
+@SYSTEM
 def test_random_keys_of_an_optimizer_train():
     for rest in (optax.contrib.muon(0.02), optax.sgd(0.02)):
         optimizer = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(0)), rest)
@@ -710,7 +710,6 @@ def test_layers_of_pipelines_have_owners_on_their_stage(case):
     assert sent and all("stage" not in op.axes for op in sent if op.shape[-3:] == (1, 8, 24)), "layers stay on their stage"
 
 
-@pytest.mark.slow
 @SYSTEM
 def test_checkpoints_of_owners_are_those_of_any_layout(tmp_path):
     """Four steps, of which the last two are on another mesh, with and without owners."""

@@ -408,7 +408,7 @@ def test_asynchronous_rounds_use_codecs_and_feedback():
     assert {op.kind for op in trainer.wire.ops} == {"all_to_all"}
     coded_params, exact_params = params_of(trainer, last["int8"].state), params_of(exact, last["exact"].state)
     moved = max(np.abs(exact_params[path] - value).max() for path, value in params_of(exact, exact.init()).items())
-    difference = max(np.abs(coded_params[path] - exact_params[path]).max() for path in coded_params)
+    difference = np.max([np.abs(coded_params[path] - exact_params[path]).max() for path in coded_params])
     assert 0 < difference < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
 
 

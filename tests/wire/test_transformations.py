@@ -82,7 +82,7 @@ def assert_same_bits(one, other):
 
 
 def distance(one, other):
-    return max(float(np.abs(one[path] - other[path]).max()) for path in one)
+    return np.max([np.abs(one[path] - other[path]).max() for path in one])
 
 
 # the mean ---------------------------------------------------------------------------------------------------------------
