@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from benchmarks.gpu.measure import Part, distance, on_cpu, run_part, torch_device
+from benchmarks.gpu.measure import Part, Queued, distance, on_cpu, run_part, timed, torch_device, wait_for
 
 CASES = (  # heads, size of a head, tokens of a row; rows are as many as make TOKENS
     (12, 64, 1024),
@@ -64,28 +64,43 @@ def too_large(implementation: str, shape: tuple[int, ...]) -> bool:
 
 def main(part: Part) -> None:
     names = ("chunked", "xla") if jax.default_backend() == "cpu" else IMPLEMENTATIONS
-    random = np.random.default_rng(0)
     chosen = [(shape, False) for shape in shapes(part.small)]
     chosen.insert(2, (shapes(part.small)[1 % len(shapes(part.small))], True))
     for number, (shape, packed) in enumerate(chosen):
         case = f"{shape[0]} x {shape[1]} tokens, {shape[2]} heads of {shape[3]}{', packed' if packed else ''}"
-        inputs = [jnp.asarray(random.normal(size=shape), jnp.bfloat16) for _ in range(4)]
-        few = [x[:1, : min(1024, shape[1])] for x in inputs]
-        reference = on_cpu(both_passes("xla", packed), *few)
-        arms = {}
-        for name in names:
-            if too_large(name, shape) or (packed and name == "cudnn"):
-                continue
-            run = jax.jit(both_passes(name, packed))
-            if part.check(case, f"{name} against float32 on the CPU", distance(run(*few), reference), 2e-2):
-                arms["ours " + name] = lambda run=run: jax.block_until_ready(run(*inputs))
-        torch, device = torch_device()
-        if torch is None:
-            part.write(case, failed="torch", error="torch is not installed")
-        elif not packed:
-            with part.guarded(case, "torch"):
-                arms["torch SDPA"] = torch_attention(torch, device, shape)
-        part.alternate(case, arms, 1 / (len(chosen) - number))
+        if part.begins(case, "all", least=10):
+            measure(part, case, [name for name in names if takes(name, shape, packed)], shape, packed, 1 / (len(chosen) - number))
+
+
+def takes(name: str, shape: tuple[int, ...], packed: bool) -> bool:
+    return not too_large(name, shape) and not (packed and name == "cudnn")
+
+
+def measure(part: Part, case: str, names: list[str], shape: tuple[int, ...], packed: bool, share: float) -> None:
+    """Check and time the implementations of one case; what is timed is what was checked."""
+    random = np.random.default_rng(0)
+    inputs = [jnp.asarray(random.normal(size=shape), jnp.bfloat16) for _ in range(4)]
+    # heads and rows do not depend on each other: one head of one row is a reference that a CPU computes in seconds
+    reference = on_cpu(both_passes("xla", packed), *(one_head(x) for x in inputs))
+    arms: dict[str, Callable[[], Any]] = {}
+    for name in names:
+        run = jax.jit(both_passes(name, packed))
+        with part.guarded(case, "ours " + name):
+            result, first = timed(run, *inputs)
+            error = distance([one_head(x) for x in result], reference)
+            if part.check(case, f"{name} against float32 on the CPU", error, 2e-2):
+                arms["ours " + name] = Queued(lambda run=run: run(*inputs), jax.block_until_ready, first)
+    torch, device = torch_device()
+    if torch is None:
+        part.write(case, failed="torch", error="torch is not installed")
+    elif not packed:
+        with part.guarded(case, "torch"):
+            arms["torch SDPA"] = torch_attention(torch, device, shape)
+    part.alternate(case, arms, share)
+
+
+def one_head(x: jax.Array) -> np.ndarray:
+    return np.asarray(x)[:1, :, :1]
 
 
 def torch_attention(torch: Any, device: Any, shape: tuple[int, ...]) -> Callable[[], None]:
@@ -94,13 +109,11 @@ def torch_attention(torch: Any, device: Any, shape: tuple[int, ...]) -> Callable
     inputs = [torch.randn(rows, heads, length, size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     cotangent = torch.randn(rows, heads, length, size, device=device, dtype=dtype)
 
-    def run() -> None:
+    def launch() -> None:
         out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
         torch.autograd.grad(out, inputs, cotangent)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
-    return run
+    return Queued(launch, wait_for(torch, device))
 
 
 if __name__ == "__main__":

@@ -63,18 +63,8 @@ class Step:
             for name, array in self.batch.items()
         }
 
-    def run(self, trainer: spmd.Trainer | None = None) -> Callable[[], None]:
-        """A function that takes one step on the same random batch, and waits for it; its first call compiles."""
-        batch = self.data()
-        trainer = trainer or spmd.Trainer(self.model, **self.options)
-        state, placed = trainer.init(batch), trainer.place(batch)
-
-        def run() -> None:
-            nonlocal state
-            state, metrics = trainer.step(state, placed)
-            metrics.wait()
-
-        return run
+    def trainer(self) -> spmd.Trainer:
+        return spmd.Trainer(self.model, **self.options)
 
     def plan(self, target: str) -> Any:
         """The plan for one device of a kind, such as "h100"."""
@@ -118,7 +108,8 @@ def image_loss(model: Any, batch: Any) -> jax.Array:
 def resnet50(small: bool) -> Step:
     rows, side = (2, 32) if small else (256, 224)
     batch = {"image": Array((rows, side, side, 3)), "label": Array((rows,), 1000)}
-    return Step(lambda: ResNet50(rngs=nnx.Rngs(0)), image_loss, batch, optimizer=optax.sgd(0.1, momentum=0.9))
+    precision = "float32" if small else "bfloat16"  # batch norm of few values magnifies roundings until nothing can be compared
+    return Step(lambda: ResNet50(rngs=nnx.Rngs(0)), image_loss, batch, precision=precision, optimizer=optax.sgd(0.1, momentum=0.9))
 
 
 class MLP(nnx.Module):
@@ -233,13 +224,39 @@ def recurrent_name(kind: str, depth: int, width: int, length: int, dtype: str) -
     return f"{kind} {depth} x {width}, {length} steps, {dtype}"
 
 
-def arm(part: Part, name: str) -> Callable[[], None]:
-    """What an arm runs for a step."""
-    return steps(part.small)[name].run()
+COMPARED_STEPS = 10
+
+
+def arm(part: Part, name: str) -> tuple[Callable[[], None], float]:
+    """A step on the same random batch again and again, and the loss after ten of them, which arms compare."""
+    step = steps(part.small)[name]
+    return compared(step.trainer(), step.data())
+
+
+def compared(trainer: spmd.Trainer, batch: Any) -> tuple[Callable[[], None], float]:
+    """What an arm runs, and its loss after ten steps."""
+    state, placed = trainer.init(batch), trainer.place(batch)
+    for _ in range(COMPARED_STEPS):
+        state, metrics = trainer.step(state, placed)
+    return repeated_step(trainer, state, placed), float(metrics["loss"])
+
+
+def repeated_step(trainer: spmd.Trainer, state: Any, placed: Any) -> Callable[[], None]:
+    """A function that takes one step on the same batch, and waits for it."""
+
+    def run() -> None:
+        nonlocal state
+        state, metrics = trainer.step(state, placed)
+        metrics.wait()
+
+    return run
 
 
 class ByHand:
-    """The same step as a JAX engineer writes it: pure, jitted, donating, with cuDNN's attention."""
+    """The same model and loss in a jit by hand: pure, donating, with cuDNN's attention in place of `spmd.nn.attention`.
+
+    The stack of layers and the chunked cross-entropy are the library's, so that this arm shows what the trainer adds to a step.
+    """
 
     def __init__(self, step: Step):
         self.step, self.optimizer = step, step.optimizer
@@ -248,9 +265,14 @@ class ByHand:
 
     def init(self) -> tuple[Any, Any, Any]:
         """Parameters, what else the model has (statistics, random streams), and the optimizer's state."""
+        params, others = self.variables()
+        return params, others, self.optimizer.init(params)
+
+    def variables(self) -> tuple[Any, Any]:
+        """Parameters, and what else the model has."""
         with nnx.use_eager_sharding(False):  # arrays carry names of axes, and there is no mesh
             self.graph, params, others = nnx.split(self.step.model(), nnx.Param, ...)
-        return params, others, self.optimizer.init(params)
+        return params, others
 
     def loss(self, params: Any, others: Any, batch: Any) -> tuple[jax.Array, Any]:
         def cast(leaf: Any) -> Any:

@@ -7,8 +7,12 @@ from benchmarks.gpu.measure import Arm, Part, run_part
 
 
 def main(part: Part) -> None:
-    arms = {f"ours, {frozen}": Arm(part, cases.arm, f"lora {frozen}") for frozen in ("nf4", "bfloat16")}
-    part.alternate("lora", arms | {"peft, bfloat16": Arm(part, peft_step)}, 1.0, plan="lora nf4")
+    ours = {f"ours, {frozen}": Arm(part, cases.arm, f"lora {frozen}") for frozen in ("bfloat16", "nf4")}
+    plans = {arm: arm.replace("ours,", "lora") for arm in ours}
+    tokens = cases.steps(part.small)["lora bfloat16"].batch["tokens"].shape
+    arms = ours | {"peft, bfloat16, eager": Arm(part, peft_step)}
+    part.alternate("lora", arms, 1.0, plans, tokens=tokens[0] * tokens[1])
+    part.compare_losses("lora", ours, 2e-2)  # 4-bit weights are other weights
 
 
 def peft_step(part: Part) -> Callable[[], None]:

@@ -76,6 +76,7 @@ class Transformer(nn.Module):
         x = self.tokens(tokens)
         if self.places is not None:
             x = x + self.places.weight
+        x = x.bfloat16()  # autocast would keep the sums of residuals in float32, which the other arms have in bfloat16
         for block in self.blocks:
             x = block(x)
         return head_loss(self.norm(x), self.tokens.weight, targets)

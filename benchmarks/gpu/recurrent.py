@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.gpu import cases
-from benchmarks.gpu.measure import Part, distance, on_cpu, run_part, torch_device
+from benchmarks.gpu import cases, references
+from benchmarks.gpu.measure import Part, Queued, on_cpu, run_part, timed, torch_device, wait_for
+
+BOUNDS = {"bfloat16": 0.1, "float32": 5e-3}  # relative, of an array; on GPUs float32 products may be in TF32
+MOST_ON_CPU = 4 * 1024**2 * 512  # layers x width^2 x time steps
 
 
 class Plain(nnx.Module):
@@ -58,32 +61,56 @@ def smaller(case: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def main(part: Part) -> None:
-    random = np.random.default_rng(0)
-    for number, case in enumerate(cases.RECURRENT):
-        name = cases.recurrent_name(*case)
-        if part.left < 8 and not part.small:
-            part.write(name, failed="all", error=f"not begun: {part.left:.0f} s were left")
-            continue
-        kind, depth, width, length, dtype = smaller(case) if part.small else case
-        rows = 4 if part.small else cases.RECURRENT_ROWS
-        x = jnp.asarray(random.normal(size=(rows, length, width)), jnp.float32)
-        arms = {}
-        for arm, model in (("ours", cases.Recurrent(kind, width, depth)), ("nnx.RNN", Plain(kind, width, depth))):
-            function, params = both_passes(model, dtype)
-            exact, _ = both_passes(model, "float32")
-            few = x[:2, :8]
-            bound = 5e-2 if dtype == "bfloat16" else 5e-3  # on GPUs float32 products may be in TF32
-            error = distance(jax.jit(function)(params, few), on_cpu(exact, params, few))
-            if part.check(name, f"{arm} against float32 on the CPU", error, bound):
+    names = {smaller(case) if part.small else case: cases.recurrent_name(*case) for case in cases.RECURRENT}  # few are other ones if small
+    for number, (case, name) in enumerate(names.items()):
+        if part.begins(name, "all", least=45):  # four programs are compiled
+            measure(part, name, case, 1 / (len(names) - number))
+
+
+def measure(part: Part, name: str, case: tuple[Any, ...], share: float) -> None:
+    """Check and time the arms of one case; what is timed is what was checked."""
+    kind, depth, width, length, dtype = case
+    rows = 4 if part.small else cases.RECURRENT_ROWS
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, length, width)), jnp.float32)
+    # the batch of the check repeats two rows, so that the mean of its loss, and its gradients, are those of the two
+    two, repeated = x[:2], jnp.tile(x[:2], (rows // 2, 1, 1))
+    arms: dict[str, Callable[[], Any]] = {}
+    with part.guarded(name, "reference"):
+        right = compared(in_float32(case, two), rows=2)
+        for arm, model in (("ours", cases.Recurrent), ("nnx.RNN", Plain)):
+            with part.guarded(name, arm):
+                function, arrays = both_passes(model(kind, width, depth), dtype)
                 run = jax.jit(function)
-                arms[arm] = lambda run=run, params=params: jax.block_until_ready(run(params, x))
-        torch, device = torch_device()
-        if torch is None:
-            part.write(name, failed="torch", error="torch is not installed")
-        else:
-            with part.guarded(name, "torch"):
-                arms["torch (cuDNN)"] = torch_layers(torch, device, kind, width, depth, dtype, rows, length)
-        part.alternate(name, arms, 1 / (len(cases.RECURRENT) - number))
+                result, first = timed(run, arrays, repeated)
+                worst, error = references.worst(compared(result, rows), right)
+                if part.check(name, f"{arm} against float32, the worst at {worst}", error, BOUNDS[dtype]):
+                    arms[arm] = Queued(lambda run=run, arrays=arrays: run(arrays, x), jax.block_until_ready, first)
+    torch, device = torch_device()
+    if torch is None:
+        part.write(name, failed="torch", error="torch is not installed")
+    else:
+        with part.guarded(name, "torch"):
+            arms["torch (cuDNN)"] = torch_layers(torch, device, kind, width, depth, dtype, rows, length)
+    part.alternate(name, arms, share)
+
+
+def in_float32(case: tuple[Any, ...], x: jax.Array) -> Any:
+    """The gradients of flax's layers in float32: on the CPU, or where that takes a minute on this device, which shorter cases check."""
+    kind, depth, width, length, _ = case
+    function, arrays = both_passes(Plain(kind, width, depth), "float32")
+    if depth * width**2 * length <= MOST_ON_CPU:
+        return on_cpu(function, arrays, x)
+    with jax.default_matmul_precision("highest"):  # no TF32
+        return jax.jit(function)(arrays, x)
+
+
+def compared(result: Any, rows: int) -> dict[str, np.ndarray]:
+    """Elements of the gradients, by array: of all layers together, and of two rows of the input as if the batch were these."""
+    loss, (params, x) = result
+    pure = nnx.to_pure_dict(params)
+    layers = pure.get("layers", {}).values()
+    cells = jax.tree.map(lambda *leaves: np.stack(leaves), *[layer["cell"] for layer in layers]) if layers else pure["stack"]["cells"]
+    return references.sample({"loss": loss, "cells": cells, "x": x[:2] * (rows / 2)})
 
 
 def torch_layers(torch: Any, device: Any, kind: str, width: int, depth: int, dtype: str, rows: int, length: int) -> Callable[[], None]:
@@ -91,14 +118,12 @@ def torch_layers(torch: Any, device: Any, kind: str, width: int, depth: int, dty
     layers = of_kind(width, width, depth, batch_first=True, device=device, dtype=getattr(torch, dtype))
     x = torch.randn(rows, length, width, device=device, dtype=getattr(torch, dtype), requires_grad=True)
 
-    def run() -> None:
+    def launch() -> None:
         out = layers(x)[0]
         loss = out.float().square().mean()
         torch.autograd.grad(loss, [x, *layers.parameters()])
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
-    return run
+    return Queued(launch, wait_for(torch, device))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Microseconds of a step of a small MLP, where the host is what costs: `fit`, resident data, nnx.jit, torch with CUDA graphs."""
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ BATCHES = 50
 
 def main(part: Part) -> None:
     builds = {"ours, fit": (fit, False), "ours, fit, resident data": (fit, True), "nnx.jit": (nnx_loop,), "torch": (torch_loop,)}
-    part.alternate("mlp", {name: Arm(part, *build) for name, build in builds.items()}, 1.0, steps=count(part))
+    arms = {name: Arm(part, *build) for name, build in builds.items()}
+    part.alternate("mlp", arms, 1.0, dict.fromkeys(["ours, fit", "ours, fit, resident data"], "mlp"), steps_of_a_call=count(part))
+    part.compare_losses("mlp", arms, 1e-2)  # after one pass over the same batches in the same order
 
 
 def count(part: Part) -> int:
@@ -25,20 +28,22 @@ def count(part: Part) -> int:
     return 20 if part.small else 1000
 
 
-def fit(part: Part, resident: bool) -> Callable[[], float]:
-    """The seconds of the steps of one run, as it reports them."""
+def fit(part: Part, resident: bool) -> tuple[Callable[[], float], float]:
+    """The seconds of a step of one run, as it reports them."""
     step = cases.mlp(part.small)
     data = step.data(BATCHES)
     chosen = spmd.data.resident(data, steps_per_call=BATCHES) if resident else data
 
+    def fitted(steps: int) -> spmd.Result:
+        return spmd.fit(step.model, chosen, batch_size=step.rows, steps=steps, shuffle=False, progress=False, **step.options)
+
     def run() -> float:
-        result = spmd.fit(step.model, chosen, batch_size=step.rows, steps=count(part), progress=False, **step.options)
-        return count(part) * step.rows / result.samples_per_second
+        return step.rows / fitted(count(part)).samples_per_second
 
-    return run
+    return run, fitted(BATCHES).history["loss"][-1]
 
 
-def nnx_loop(part: Part) -> Callable[[], None]:
+def nnx_loop(part: Part) -> tuple[Callable[[], float], float]:
     step = cases.mlp(part.small)
     data = step.data(BATCHES)
     model = step.model()
@@ -53,16 +58,27 @@ def nnx_loop(part: Part) -> Callable[[], None]:
     rows = step.rows
     batches = [{name: leaf[n * rows : (n + 1) * rows] for name, leaf in data.items()} for n in range(BATCHES)]
 
-    def run() -> None:
+    def run(steps: int) -> jax.Array:
         loss = None
-        for number in range(count(part)):
+        for number in range(steps):
             loss = update(model, optimizer, batches[number % BATCHES])
-        jax.block_until_ready(loss)
+        return jax.block_until_ready(loss)
 
-    return run
+    return per_step(part, run), float(run(BATCHES))
 
 
-def torch_loop(part: Part) -> Callable[[], None]:
+def per_step(part: Part, run: Callable[[int], Any]) -> Callable[[], float]:
+    """The seconds of a step, where `run` takes a number of them."""
+
+    def timed() -> float:
+        began = time.perf_counter()
+        run(count(part))
+        return (time.perf_counter() - began) / count(part)
+
+    return timed
+
+
+def torch_loop(part: Part) -> Callable[[], float]:
     """With a captured CUDA graph where there is CUDA; batches are copied to the graph's inputs."""
     import torch
 
@@ -101,15 +117,15 @@ def torch_loop(part: Part) -> Callable[[], None]:
             update()
         replay = graph.replay
 
-    def run() -> None:
-        for number in range(count(part)):
+    def run(steps: int) -> None:
+        for number in range(steps):
             image.copy_(images[number % BATCHES], non_blocking=True)
             label.copy_(labels[number % BATCHES], non_blocking=True)
             replay()
         if on_cuda:
             torch.cuda.synchronize()
 
-    return run
+    return per_step(part, run)
 
 
 if __name__ == "__main__":

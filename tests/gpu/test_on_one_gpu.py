@@ -154,15 +154,20 @@ def test_a_step_equals_plain_jax_on_the_cpu(family, layout):
 
 
 @pytest.mark.parametrize("name", [name for name, codec in codecs.CODECS.items() if isinstance(codec, RowCodec)])
-def test_codecs_have_the_bits_of_the_cpu(name):
+def test_codecs_have_the_codes_of_the_cpu(name):
     codec = codecs.CODECS[name]
     rows = jnp.asarray(RANDOM.normal(size=(8, 5000)) * 10.0 ** RANDOM.integers(-6, 6, (8, 1)), jnp.float32)
     payload, right = jax.jit(codec.encode)(rows), on_cpu(codec.encode, rows)
     for ours, expected in zip(jax.tree.leaves(payload), jax.tree.leaves(right), strict=True):
-        if name == "sign" and ours.dtype == jnp.float32:  # a mean, whose order of sums is the compiler's
-            np.testing.assert_allclose(ours, expected, rtol=1e-5)
+        ours, expected = np.asarray(ours), np.asarray(expected)
+        if name in ("int8", "float8") and expected.dtype.itemsize == 1:
+            # GPUs do not round divisions correctly: a quotient between two codes may get the other one
+            apart = np.abs(ours.astype(int) - expected.astype(int))
+            assert apart.max() <= 1 and apart.mean() <= 1e-3
+        elif name in ("int8", "float8", "sign") and expected.dtype == np.float32:  # scales: quotients, and means in the compiler's order
+            np.testing.assert_allclose(ours, expected, rtol=1e-5 if name == "sign" else 1e-6)
         else:
-            assert np.asarray(ours).tobytes() == np.asarray(expected).tobytes()
+            assert ours.tobytes() == expected.tobytes()
     sent = jax.tree.map(np.asarray, payload)
     decoded = jax.jit(lambda payload: codec.decode(payload, 5000))(sent)
     with jax.default_device(jax.devices("cpu")[0]):
