@@ -130,7 +130,7 @@ class Part:
         return measured
 
     def begins(self, case: str, name: str, least: float = 0.0) -> bool:
-        """Whether at least so many seconds are left; where not, that `name` has not begun is written."""
+        """Return whether at least `least` seconds are left; where not, write that `name` has not begun."""
         if self.left <= (0.0 if self.small else least):
             self.write(case, failed=name, error=f"not begun: {max(self.left, 0.0):.0f} s were left")
             return False

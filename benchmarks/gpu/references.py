@@ -18,7 +18,7 @@ from flax import nnx
 from benchmarks.gpu import cases
 from benchmarks.gpu.measure import Part, end_with_parent
 
-LOSS = 3e-2  # relative, of a loss in bfloat16; the gradients are what tells
+LOSS = 3e-2  # relative, of a loss in bfloat16; gradients differ where a loss does not
 MOST = 2**16  # elements of an array that are compared
 B1 = 0.9  # of optax.adamw
 
@@ -55,7 +55,7 @@ def sample(tree: Any) -> dict[str, np.ndarray]:
 
 
 def spaced(flat: np.ndarray) -> np.ndarray:
-    """At most about MOST elements; the stride is odd, and so meets all columns of a matrix of even width."""
+    """At most about MOST elements; the stride is odd, and so includes all columns of a matrix of even width."""
     return flat[:: len(flat) // MOST | 1]
 
 

@@ -1,6 +1,6 @@
 """Every measurement on one GPU, the most informative parts first: tests, steps, attention, recurrence, restarts, codecs and more.
 
-    python benchmarks/gpu/run.py --minutes 9 --out FOLDER               # the telling parts, on a machine with a GPU
+    python benchmarks/gpu/run.py --minutes 9 --out FOLDER               # the most informative parts, on a machine with a GPU
     python benchmarks/gpu/run.py --only rest --minutes 9 --out ANOTHER  # the other parts
     python benchmarks/gpu/run.py --rehearse --only all --minutes 25 --out FOLDER  # all parts with tiny shapes, on a CPU
     python benchmarks/gpu/run.py --table FOLDER                         # the table of what is in FOLDER
@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu.measure import RESULTS, append, card, end_with_parent  # noqa: E402
 
 # A module of this folder, and the seconds that it is thought to need on an H100, compiling included; the minutes are shared accordingly.
-TELLING = (("tests", 90), ("steps", 300), ("recurrent", 80), ("attention", 110))
+FIRST = (("tests", 90), ("steps", 300), ("recurrent", 80), ("attention", 110))
 REST = (
     ("restarts", 70),
     ("codecs", 60),
@@ -41,7 +41,7 @@ REST = (
     ("low_precision", 75),
     ("offload", 115),
 )
-GROUPS = {"telling": TELLING, "rest": REST, "all": TELLING + REST}
+GROUPS = {"first": FIRST, "rest": REST, "all": FIRST + REST}
 LOG = "run.log"
 NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "rich")
 PEERS = ("torch", "torchvision", "transformers", "peft", "triton", "pytest")
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="all parts together")
     parser.add_argument("--out", type=Path, help="a folder for the results")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on a CPU")
-    parser.add_argument("--only", default="telling", help="parts, separated by commas; or telling, rest, all")
+    parser.add_argument("--only", default="first", help="parts, separated by commas; or first, rest, all")
     parser.add_argument("--table", type=Path, help="print the table of a folder, and run nothing")
     args = parser.parse_args()
     if args.table:

@@ -15,7 +15,7 @@ MODELS = ("gpt2", "llama")
 FIT_STEPS = 12
 # Of the worst array. On a CPU that is 0.06 in bfloat16, and 1 with attention that is zero, noise or not causal (all arrays: 0.75 or more).
 GRADIENTS = 0.15
-WHOLE, HALF = 0.9, 0.45  # of the device's memory: alone, and beside a peer
+ALL_MEMORY, HALF = 0.9, 0.45  # of the device's memory: alone, and beside a peer
 
 
 def main(part: Part) -> None:
@@ -24,7 +24,7 @@ def main(part: Part) -> None:
         folder = Path(name)
         references.start(part, folder, dict.fromkeys(MODELS, 1))
         for model in MODELS:  # first those without which the day is lost
-            ours = Arm(part, fit, model, folder, memory=WHOLE)
+            ours = Arm(part, fit, model, folder, memory=ALL_MEMORY)
             part.alternate(model, {"ours": ours}, 0.1, {"ours": model}, tokens=tokens(part, model))
             ours.close()
         for number, model in enumerate(MODELS):

@@ -32,6 +32,7 @@ from spmd.sync.parameter_sync import gather_outside
 from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
+from spmd.train.batch_rows.loss import Parts, Reading, check_reading, read_objective
 from spmd.train.compiler_options import check_compiler_options, without_buffering
 from spmd.train.differentiable import check_gradient, check_products
 from spmd.train.export_step import export_step
@@ -50,7 +51,6 @@ from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.program_facts import facts_of_program, text_facts
 from spmd.train.remat import check_remat
-from spmd.train.batch_rows.loss import Parts, Reading, check_reading, read_objective
 from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_notes
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
@@ -215,7 +215,7 @@ class Program:
             rowwise=self._rowwise,
             split=split,
             parallel=self._parallel,
-            whole=not self.reading.mean,
+            full_batch=not self.reading.mean,
         )
         return Step(worker, rule(exchange, placed.optimizer))
 

@@ -17,8 +17,8 @@ from spmd.tree import describe
 def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Declare that a loss is meant for the rows of one part of a batch: a worker's, or a microbatch's.
 
-    A loss that joins rows is that of the whole batch: workers share what it needs of other rows. Where the mean over parts is what you want,
-    such as negatives from a worker's own rows, this says so, and nothing is shared.
+    A loss that joins rows is that of the full batch: workers share what it needs of other rows. Where the mean over parts is what you
+    want, such as negatives from a worker's own rows, this says so, and nothing is shared.
 
     Args:
       loss: `loss(model, batch[, rng])`.

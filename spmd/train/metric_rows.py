@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.errors import SpmdError
 from spmd.jaxpr import equations
 from spmd.nn.parallel_context import MIXTURE
+from spmd.train.batch_rows.kinds import KEY, Fixed, PerRow
+from spmd.train.batch_rows.walk import Held, is_mean, read_loss
 from spmd.train.losses import SHIPPED
 from spmd.train.metrics import PerExample, means
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective
-from spmd.train.batch_rows.kinds import KEY, Fixed, PerRow
-from spmd.train.batch_rows.walk import Held, is_mean, read_loss
 from spmd.train.state import State
 from spmd.train.sum_metrics import FromSums
 from spmd.tree import Tree

@@ -26,11 +26,11 @@ from spmd.sync.layer_gather import LayerGather
 from spmd.sync.parameter_sync import gather_again, gather_all, gather_frozen
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
+from spmd.train.batch_rows.loss import Place, full_batch_loss, shared_arrays
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
 from spmd.train.remat import forward_policy, module_policies
-from spmd.train.batch_rows.loss import Place, shared_arrays, whole_loss
 from spmd.train.skipped_updates import LOSS_SCALE
 from spmd.train.state import State
 from spmd.tree import Tree, map_paths
@@ -68,7 +68,7 @@ class WorkerGradients:
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
     products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
     training: bool = True  # False: the model in evaluation mode
-    whole: bool = False  # the loss is no mean over parts of a batch: workers share what joins rows (`spmd.train.batch_rows`)
+    full_batch: bool = False  # the loss is no mean over parts of a batch: workers share what joins rows (`spmd.train.batch_rows`)
 
     def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
@@ -152,7 +152,7 @@ class WorkerGradients:
                 return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
             sync_axes = axes if self.gathers else ()
             place = None
-            if self.whole and (self.split or self.microbatches > 1):
+            if self.full_batch and (self.split or self.microbatches > 1):
                 place = Place(axes if self.split else (), self._workers(axes) if self.split else 1, worker, self.microbatches, index, known)
             options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale, "place": place}
             loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, **options)
@@ -175,7 +175,7 @@ class WorkerGradients:
 
     def _known(self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]) -> list[jax.Array] | None:
         """What all rows of the batch share, where the rows of one position are seen in parts."""
-        if not self.whole or self.workers_per_position * self.microbatches == 1:
+        if not self.full_batch or self.workers_per_position * self.microbatches == 1:
             return None
         gather, layers = self._layer_gather(), self.sync.layer_carries(state.exchange, sums=self._sums_layers)
         variables = Variables((self._gather(params), layers), state.stats, state.rngs, gather_frozen(self.sync, self._cast(state.frozen)))
@@ -294,7 +294,7 @@ class WorkerGradients:
             if place is None:
                 value, extra, after, (last, seen) = self._on_rows(gather, localize, sync_axes)(variables, batch, keys)
             else:
-                value, extra, after, (last, seen) = whole_loss(self._on_rows(gather), variables, batch, keys, place)
+                value, extra, after, (last, seen) = full_batch_loss(self._on_rows(gather), variables, batch, keys, place)
         if parallel.tap is not None:
             parallel.tap.seen = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)

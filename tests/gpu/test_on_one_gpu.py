@@ -162,8 +162,8 @@ def test_codecs_have_the_codes_of_the_cpu(name):
         ours, expected = np.asarray(ours), np.asarray(expected)
         if name in ("int8", "float8") and expected.dtype.itemsize == 1:
             # GPUs do not round divisions correctly: a quotient between two codes may get the other one
-            apart = np.abs(ours.astype(int) - expected.astype(int))
-            assert apart.max() <= 1 and apart.mean() <= 1e-3
+            steps = np.abs(ours.astype(int) - expected.astype(int))
+            assert steps.max() <= 1 and steps.mean() <= 1e-3
         elif name in ("int8", "float8", "sign") and expected.dtype == np.float32:  # scales: quotients, and means in the compiler's order
             np.testing.assert_allclose(ours, expected, rtol=1e-5 if name == "sign" else 1e-6)
         else:

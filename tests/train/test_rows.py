@@ -1,4 +1,4 @@
-"""What is read of the rows of a batch in a traced loss, and the loss of the whole batch by workers, against plain JAX on one device."""
+"""What is read of the rows of a batch in a traced loss, and the loss of the full batch by workers, against plain JAX on one device."""
 
 import jax
 import jax.numpy as jnp

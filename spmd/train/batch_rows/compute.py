@@ -1,9 +1,9 @@
-"""Computes the loss of the whole batch on workers that hold parts of its rows, from the two traces that `spmd.train.batch_rows.walk` reads.
+"""Computes the loss of the full batch on workers that hold parts of its rows, from the two traces that `spmd.train.batch_rows.walk` reads.
 
 An equation runs as it was traced for a part, on this worker's rows; or, where its inputs are the same on all workers, as it was traced for
 the batch. Numbers in it are always those of the batch: a mean is a sum over rows, divided by the rows of the batch, and `len(x)` is their
 number. What `walk` finds that workers have to share is summed, or gathered, here. All of it is differentiable: under `jax.shard_map` with
-`check_vma=False` the mean over workers of the gradients of what comes out is the gradient of the loss of the whole batch.
+`check_vma=False` the mean over workers of the gradients of what comes out is the gradient of the loss of the full batch.
 """
 
 import dataclasses
@@ -87,20 +87,20 @@ class Compute(Walk):
         if isinstance(kind, PerRow):
             return self._rows_of(value, kind.dim, kind.inner, full)
         if isinstance(kind, Summed):
-            return value.array if isinstance(value.kind, Summed) else self._whole(value, full) / self.parts
+            return value.array if isinstance(value.kind, Summed) else self._full(value, full) / self.parts
         if isinstance(value.kind, Fixed):
-            return _narrowed(self._whole(value, full), full, _shape_of(self, kind, full, part))
-        return _narrowed(self._whole(value, full), full, _shape_of(self, kind, full, part))
+            return _narrowed(self._full(value, full), full, _shape_of(self, kind, full, part))
+        return _narrowed(self._full(value, full), full, _shape_of(self, kind, full, part))
 
-    def _whole(self, value: Held, full: Shape) -> Any:
-        """The value of the whole batch, on every worker."""
+    def _full(self, value: Held, full: Shape) -> Any:
+        """The value of the full batch, on every worker."""
         kind, array = value.kind, value.array
         if isinstance(kind, Summed):
             return collectives.all_reduce(array, self.axes)
         if isinstance(kind, PerRow):
             outer = full[kind.dim] // (self.rows * kind.inner)
-            apart = jnp.reshape(array, (*array.shape[: kind.dim], outer, self.here * kind.inner, *array.shape[kind.dim + 1 :]))
-            return jnp.reshape(_gather(apart, self.axes, kind.dim + 1), full)
+            split_up = jnp.reshape(array, (*array.shape[: kind.dim], outer, self.here * kind.inner, *array.shape[kind.dim + 1 :]))
+            return jnp.reshape(_gather(split_up, self.axes, kind.dim + 1), full)
         if jnp.shape(array) == full:
             return array
         for dim, (size, wanted) in enumerate(zip(array.shape, full, strict=True)):  # along these all entries are equal
@@ -115,12 +115,12 @@ class Compute(Walk):
             return value.array
         if isinstance(value.kind, Fixed) and jnp.shape(value.array) == wanted:
             return value.array
-        array = self._whole(value, full)
+        array = self._full(value, full)
         if isinstance(value.kind, Fixed) and dim in value.kind.uniform:
             return lax.slice_in_dim(array, 0, wanted[dim], axis=dim)
         split = (full[dim] // (self.rows * inner), self.workers, self.here, self.microbatches, inner)
-        apart = jnp.reshape(array, (*full[:dim], *split, *full[dim + 1 :]))
-        of_worker = lax.dynamic_index_in_dim(apart, jnp.asarray(self.worker), dim + 1, keepdims=False)
+        split_up = jnp.reshape(array, (*full[:dim], *split, *full[dim + 1 :]))
+        of_worker = lax.dynamic_index_in_dim(split_up, jnp.asarray(self.worker), dim + 1, keepdims=False)
         return jnp.reshape(lax.dynamic_index_in_dim(of_worker, jnp.asarray(self.microbatch), dim + 2, keepdims=False), wanted)
 
     # equations ----------------------------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Compute(Walk):
         local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
         if local and wanted == [part for _, part in shapes] and one.primitive.name in (*ELEMENTWISE, *MOVES):
             return _evaluated(other, [value.array for value in values])
-        arrays = _evaluated(one, [self._whole(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)])
+        arrays = _evaluated(one, [self._full(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)])
         return [
             self._rows_of(Held(Fixed(), array=array), kind.dim, kind.inner, full)
             if isinstance(kind, PerRow)
@@ -194,7 +194,7 @@ class Compute(Walk):
             elif number in along and (name in ("dot_general", "gather") or len(shape) == len(full[first])):
                 arrays.append(self._rows_of(value, *along[number], shape))
             else:
-                arrays.append(self._whole(value, shape))
+                arrays.append(self._full(value, shape))
         wanted = [_shape_of(self, k, _shape(a), _shape(b)) for k, a, b in zip(kinds, one.outvars, other.outvars, strict=True)]
         local = all(jnp.shape(array) == _shape(var) for array, var in zip(arrays, other.invars, strict=True))
         if local and wanted == [_shape(var) for var in other.outvars]:
@@ -207,9 +207,9 @@ class Compute(Walk):
             if [jnp.shape(array) for array in found] == wanted:
                 return found
         # everything on every worker, of which each keeps what it needs
-        whole = _evaluated(one, [self._whole(value, shape) for value, shape in zip(values, full, strict=True)])
+        full = _evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
-        return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(whole, kinds, shapes, strict=True)]
+        return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(full, kinds, shapes, strict=True)]
 
     def _over_rows(self, one: Any, value: Held) -> Any:
         """The largest or smallest over the rows of all workers; of equal ones each gets an equal part of the gradient, as in JAX."""
@@ -261,7 +261,7 @@ class Compute(Walk):
         """A mixture of experts; what it returns as means over its own tokens are parts of those over all."""
         held = super().routed(one, other, values)
         if self.here != self.others:
-            raise Unreadable("a mixture of experts routes the tokens of one row by themselves")
+            raise Unreadable("a mixture of experts routes the tokens of one row alone")
         y, chosen, *means = _evaluated(other, [value.array for value in values])
         arrays = [y, chosen, *(mean / self.parts for mean in means)]
         return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
@@ -335,11 +335,11 @@ def _shape_of(sizes: Compute, kind: Kind, full: Shape, part: Shape) -> Shape:
 
 
 def _narrowed(array: Any, full: Shape, wanted: Shape) -> Any:
-    """An array of a shape cut to another one, along dims where all entries are equal."""
+    """The first entries of an array, along dims where all entries are equal."""
     for dim, (size, few) in enumerate(zip(full, wanted, strict=True)):
         if size > few:
             array = lax.slice_in_dim(array, 0, few, axis=dim)
-        elif size < few:  # a part that is larger than the whole batch: two traces of which the second has more rows
+        elif size < few:  # a part that is larger than the full batch: two traces of which the second has more rows
             raise AssertionError("a worker has no more rows than a batch")
     return array
 
@@ -376,13 +376,13 @@ def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
 def _sliced(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
     starts, strides = one.params["start_indices"], one.params["strides"]
     kept = [size == _shape(one.outvars[0])[dim] for dim, size in enumerate(_shape(one.invars[0]))]
-    limits = [n if whole else limit for whole, n, limit in zip(kept, arrays[0].shape, one.params["limit_indices"], strict=True)]
+    limits = [n if full else limit for full, n, limit in zip(kept, arrays[0].shape, one.params["limit_indices"], strict=True)]
     return {"start_indices": starts, "strides": strides, "limit_indices": tuple(limits)}
 
 
 def _taken(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
     full, sizes = _shape(one.invars[0]), one.params["slice_sizes"]
-    return {"slice_sizes": tuple(n if size == whole else size for size, whole, n in zip(sizes, full, arrays[0].shape, strict=True))}
+    return {"slice_sizes": tuple(n if size == full else size for size, full, n in zip(sizes, full, arrays[0].shape, strict=True))}
 
 
 def _same(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:

@@ -13,8 +13,8 @@ Power = int | None
 class PerRow:
     """Dim `dim` is [..., rows, inner] flattened, and each worker holds the entries of its own rows.
 
-    `power`: the loss as a worker computes it by itself, on its own rows, has here (rows of the batch / rows of the worker) ** -power times
-    what the whole batch has; None: something else. `columns`: of an index, places in the last dim that hold the number of the row.
+    `power`: the loss as a worker computes it alone, on its own rows, has here (rows of the batch / rows of the worker) ** -power times
+    what the full batch has; None: something else. `columns`: of an index, places in the last dim that hold the number of the row.
     """
 
     dim: int
@@ -25,7 +25,7 @@ class PerRow:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """The same array on every worker, that of the whole batch.
+    """The same array on every worker, that of the full batch.
 
     Along dims in `uniform` all entries are equal; other dims do not depend on the number of rows, unless `power` is None. `key`: a random
     key, or made of one. `power` is as in `PerRow`. `number`: a dim along which an entry is its own place, modulo the size of the dim; with
@@ -41,7 +41,7 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Summed:
-    """A sum over rows: that of the whole batch is the sum of what the workers hold. With `power` -1 it is a mean over rows."""
+    """A sum over rows: that of the full batch is the sum of what the workers hold. With `power` -1 it is a mean over rows."""
 
     power: Power = 0
 
@@ -52,7 +52,7 @@ KEY = Fixed(key=True)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How many rows the two traces have: that of the whole batch, and that of a part."""
+    """How many rows the two traces have: that of the full batch, and that of a part."""
 
     rows: int
     others: int

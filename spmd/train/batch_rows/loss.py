@@ -1,4 +1,4 @@
-"""Whether workers that call a loss on their own rows train with that of the whole batch; and that loss, where they do not."""
+"""Whether workers that call a loss on their own rows train with that of the full batch; and that loss, where they do not."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,13 +15,13 @@ from spmd.nn.layer_stack import split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, parallel_scope
 from spmd.tracebacks import users_line
 from spmd.train.activations import Seen
+from spmd.train.batch_rows.compute import Compute
+from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, PerRow, Summed
+from spmd.train.batch_rows.walk import Held, Shared, Unreadable, is_mean, read_loss
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
-from spmd.train.batch_rows.compute import Compute
-from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, PerRow, Summed
-from spmd.train.batch_rows.walk import Held, Shared, Unreadable, is_mean, read_loss
 from spmd.tree import Tree, abstract, format_bytes
 from spmd.wire import collectives
 
@@ -68,10 +68,10 @@ class Reading:
     """What a traced loss says of the rows of a batch.
 
     Attributes:
-      mean: whether workers by themselves have it: the mean over them is that of the batch, also of metrics and statistics.
+      mean: whether workers alone have it: the mean over them is that of the batch, also of metrics and statistics.
       shares: what workers share where they have not.
       problem: why it cannot be read; "" where it can.
-      statistics: whether workers have the statistics by themselves.
+      statistics: whether workers have the statistics alone.
     """
 
     mean: bool
@@ -87,13 +87,13 @@ class Reading:
     def note(self) -> str:
         """A line on what is shared."""
         if not self.shares:
-            return "the loss is that of the whole batch: numbers of rows, and of random draws, are those of the batch on each worker."
+            return "the loss is that of the full batch: numbers of rows, and of random draws, are those of the batch on each worker."
         sizes = format_bytes(sum(share.bytes for share in self.shares))
         rows = [share for share in self.shares if share.how == "rows"]
         where = "".join(f", {describe(share)}" for share in sorted(rows, key=lambda share: -share.bytes)[:2])
         kinds = "sums over rows" if not rows else "sums over rows, and rows"
         count = f"{len(self.shares)} array{'s' if len(self.shares) > 1 else ''}"
-        return f"the loss is that of the whole batch: workers share {kinds} ({count}, {sizes} a step{where})."
+        return f"the loss is that of the full batch: workers share {kinds} ({count}, {sizes} a step{where})."
 
 
 def describe(share: Shared) -> str:
@@ -196,7 +196,7 @@ def _is_output(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and len(leaf) == 3 and isinstance(leaf[0], Kind)
 
 
-# the loss of the whole batch -------------------------------------------------------------------------------------------------------------
+# the loss of the full batch -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Place:
     known: Any = None
 
 
-def whole_loss(
+def full_batch_loss(
     function: Callable[[Variables, Tree, Any], tuple[Any, dict[str, Any], Tree, Any]],
     variables: Variables,
     batch: Tree,
@@ -235,8 +235,10 @@ def whole_loss(
 def shared_arrays(
     function: Callable[[Variables, Tree, Any], Any], variables: Variables, batch: Tree, key: Any, place: Place
 ) -> list[jax.Array]:
-    """What all rows of a batch share, in the order in which `whole_loss` needs it, from the rows of one position; nothing of it depends on
-    what is trained, so that nothing of the model is computed."""
+    """What all rows of a batch share, in the order in which `full_batch_loss` needs it, from the rows of one position.
+
+    Nothing of it depends on what is trained, so nothing of the model is computed.
+    """
 
     def run(variables: Variables, batch: Tree, key: Any) -> list[jax.Array]:
         record: list[jax.Array] = []
@@ -291,7 +293,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
-    """A loss or metric of the whole batch, as parts of it have it whose mean, or whose sum of pairs, is that of the batch."""
+    """A loss or metric of the full batch, as parts of it have it whose mean, or whose sum of pairs, is that of the batch."""
     leaves = jax.tree.leaves(output, is_leaf=_is_held)
     full = [tuple(leaf.shape) for leaf in jax.tree.leaves(shapes)]
     pair = len(leaves) == 2
@@ -308,7 +310,7 @@ def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
 
 
 def _everywhere(held: Held, compute: Compute) -> Any:
-    """A statistic of the whole batch."""
+    """A statistic of the full batch."""
     if isinstance(held.kind, PerRow):
         raise ModelError("a statistic of the model has an entry for each row of the batch.", fix="a sum or a mean over the rows.")
     shape = jnp.shape(held.array)

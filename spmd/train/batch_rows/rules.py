@@ -323,7 +323,7 @@ def _bits(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None
 
 
 def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Whether a draw that is none of rows has their number, so that workers by themselves take it for theirs."""
+    """Whether a draw that is none of rows has their number, so that workers alone take it for theirs."""
     return bool(shape) and shape[0] % sizes.others == 0
 
 

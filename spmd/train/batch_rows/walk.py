@@ -3,10 +3,10 @@
 The loss is traced for two numbers of rows, those of the batch and those of a part, and both jaxprs are read side by side. Each value is
 `PerRow` (each worker has the entries of its own rows), `Fixed` (the same on every worker), or `Summed` (a sum over rows, of which each
 worker has a part). Where an equation needs more of a value than workers have, they share it: a sum over workers, or, where nothing is known
-of the equation, all rows. So what is read is, at every point, the loss of the whole batch.
+of the equation, all rows. So what is read is, at every point, the loss of the full batch.
 
 Two traces, because in one `loss.sum() / len(x)` and `loss.sum() / 64` look the same. The difference between the two shows with which power
-of the number of rows a value grows, so whether a worker that calls the loss on its own rows has the same by itself.
+of the number of rows a value grows, so whether a worker that calls the loss on its own rows has the same alone.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class Walk(Sizes):
         return self.jaxpr(first.jaxpr, second.jaxpr, given, consts)
 
     def constant(self, first: Any, second: Any) -> Held:
-        """A captured array or a literal: the one of the whole batch."""
+        """A captured array or a literal: the one of the full batch."""
         return Held(self.kind_of_constant(first, second), array=first)
 
     def kind_of_constant(self, first: Any, second: Any) -> Kind:
@@ -227,8 +227,8 @@ class Walk(Sizes):
         return self.closed(_inner(one), _inner(other), values)
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """A mixture of experts, which routes the tokens of each worker by themselves: outputs, how many tokens chose each expert, and two
-        means over tokens."""
+        """A mixture of experts, which routes the tokens of each worker alone: outputs, how many tokens chose each
+        expert, and two means over tokens."""
         tokens = values[0].kind
         kinds = [tokens, Summed(0 if tokens.power == 0 else None), Summed(-1), Summed(-1)]
         return [Held(kind, True) for kind in kinds]
@@ -287,7 +287,7 @@ class Walk(Sizes):
         """What branches return, which agree on these kinds."""
         return kinds
 
-    # arrays: here there are none; see `spmd.train.batch_rows.compute` ---------------------------------------------------------------------------
+    # arrays: here there are none; see `spmd.train.batch_rows.compute` ---------------------------------------------------------------------
 
     def converted(self, value: Held, kind: Kind, one: Any, variables: tuple[Any, Any]) -> Held:
         """An input of an equation, of another kind: workers share it."""
@@ -370,7 +370,7 @@ def read_loss(first: Any, second: Any, given: Sequence[Held], rows: int, others:
 
 
 def is_mean(found: Sequence[Kind], shape: tuple[int, ...]) -> bool:
-    """Whether workers that call the loss on their own rows have it by themselves: one value per row or a scalar, of this shape, or (sum,
+    """Whether workers that call the loss on their own rows have it alone: one value per row or a scalar, of this shape, or (sum,
     count), which may be of each row."""
     if len(found) == 2 and not shape:
         total, count = found

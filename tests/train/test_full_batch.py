@@ -1,4 +1,4 @@
-"""A step that sees rows in parts trains with the loss of the whole batch, as plain JAX does, or is refused with a fix that works."""
+"""A step that sees rows in parts trains with the loss of the full batch, as plain JAX does, or is refused with a fix that works."""
 
 import contextlib
 import dataclasses
@@ -151,7 +151,7 @@ JOINING = {
 @pytest.mark.parametrize("case", JOINING)
 def test_workers_train_as_plain_jax_does(case):
     trainer = check(JOINING[case])
-    assert [note for note in trainer.notes() if note.startswith("the loss is that of the whole batch")]
+    assert [note for note in trainer.notes() if note.startswith("the loss is that of the full batch")]
 
 
 SERVERS = dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8))
@@ -186,7 +186,7 @@ def test_codecs_get_the_gradients_of_the_whole_batch(codec):
 @pytest.mark.parametrize(("mesh", "accumulate", "seen"), [("data=1", 4, "in 4 microbatches"), ("data=2", 2, "by 2 workers, in 2 microb")])
 def test_microbatches_of_a_loss_that_joins_rows_are_refused_with_a_fix(loss, mesh, accumulate, seen):
     wanted = (
-        rf"^the loss joins rows with .* at test_whole_batch.py:\d+, which depends on the weights, and .* sees the 32 rows of a batch {seen}"
+        rf"^the loss joins rows with .* at test_full_batch.py:\d+, which depends on the weights, and .* sees the 32 rows of a batch {seen}"
     )
     with pytest.raises(LossError, match=wanted) as raised:
         trainer_of(loss, mesh=mesh, accumulate=accumulate).prepare(data())
@@ -202,7 +202,7 @@ def test_a_loss_that_is_meant_for_parts_is_one():
 
 
 def test_a_draw_with_as_many_entries_as_a_worker_has_rows_is_one_for_all():
-    """Workers by themselves take it for the draws of their rows (`spmd.rng`)."""
+    """Workers alone take it for the draws of their rows (`spmd.rng`)."""
 
     def masked(model, batch, rng):
         return CE(model(batch["x"] * jax.random.normal(rng, (4,)).repeat(2)), batch["y"]).mean()
@@ -289,7 +289,7 @@ def test_statistics_are_those_of_the_whole_batch(layout):
 
 
 def test_microbatches_of_statistics_that_are_no_means_are_refused():
-    with pytest.raises(SpmdError, match=r"for sign at test_whole_batch.py:\d+, .* in 2 microbatches") as raised:
+    with pytest.raises(SpmdError, match=r"for sign at test_full_batch.py:\d+, .* in 2 microbatches") as raised:
         trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), lambda: Counting(nnx.Rngs(0)), accumulate=2).prepare(data())
     assert "accumulate=1" in raised.value.fix
 
@@ -325,8 +325,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_by_themselves_have_a_mean_over_rows(kind):
-    """And share nothing."""
+def test_workers_share_nothing_of_a_mean_over_rows(kind):
     model, options = KINDS[kind]
     program, _ = trainer_of(looked_up, lambda: Net(**model, rngs=nnx.Rngs(0)), mesh="data=4", **options).prepare(data())
     assert program.reading.mean, program.reading
@@ -405,7 +404,7 @@ def test_loss_is_nan_where_mask_of_later_batch_is_not_0_and_1():
 
 @pytest.mark.parametrize("ignore", ["-100", -100.0, True])
 def test_on_refuses_ignore_that_is_no_whole_number(ignore):
-    with pytest.raises(spmd.errors.OptionError, match=r"^spmd.losses.cross_entropy.on\(ignore=.*\): a target is a whole number"):
+    with pytest.raises(spmd.errors.OptionError, match=r"^spmd.losses.cross_entropy.on\(ignore=.*\): a target is a full number"):
         spmd.losses.cross_entropy.on(ignore=ignore)
 
 
