@@ -404,7 +404,7 @@ def test_loss_is_nan_where_mask_of_later_batch_is_not_0_and_1():
 
 @pytest.mark.parametrize("ignore", ["-100", -100.0, True])
 def test_on_refuses_ignore_that_is_no_whole_number(ignore):
-    with pytest.raises(spmd.errors.OptionError, match=r"^spmd.losses.cross_entropy.on\(ignore=.*\): a target is a full number"):
+    with pytest.raises(spmd.errors.OptionError, match=r"^spmd.losses.cross_entropy.on\(ignore=.*\): a target is a whole number"):
         spmd.losses.cross_entropy.on(ignore=ignore)
 
 
