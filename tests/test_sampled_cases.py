@@ -2,7 +2,7 @@
 
 import pytest
 
-from conftest import sample
+from tests.sampling import sample
 
 
 class Case:

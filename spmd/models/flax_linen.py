@@ -1,11 +1,13 @@
 """Flax linen modules: initialised by the first call in the loss, applied with the train switch filled in."""
 
-from collections.abc import Callable
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import linen
-from flax.core import lift, unfreeze
+from flax.core import Scope, lift, unfreeze
 from flax.linen.transforms import lift_direct_transform
 
 from spmd.errors import ModelError, raise_problems
@@ -35,6 +37,7 @@ class LinenModel(Model):
             self._given = _split(variables)
         self._module = module
         self._rematerialised: set[str] = set()
+        self._streams: set[str] = set()  # names of random streams that the module asks for
 
     @property
     def concrete(self) -> Variables | None:
@@ -53,7 +56,8 @@ class LinenModel(Model):
 
     def _boxed(self, key: Any, run: Callable[[Any], Any]) -> dict:
         probe = _LinenInit(self._module, key)
-        run(probe)
+        with _record_streams(self._streams):
+            run(probe)
         if probe.variables is None:
             raise ModelError("the loss never calls the model, so a linen module cannot be initialised from it.")
         return dict(probe.variables)
@@ -70,7 +74,7 @@ class LinenModel(Model):
         return names
 
     def bind(self, variables: Variables, call: Call) -> "LinenCall":
-        return LinenCall(self._module, variables, call, self._rematerialised)
+        return LinenCall(self._module, variables, call, self._rematerialised, self._streams)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         for pattern in patterns:
@@ -96,32 +100,65 @@ class _LinenInit:
     def __init__(self, module: linen.Module, key: Any):
         self._module, self._key, self.variables = module, key, None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, rngs: Mapping[str, jax.Array] | None = None, **kwargs: Any) -> Any:
         kwargs = with_train_flag(type(self._module).__call__, kwargs, training=True)
-        outputs, variables = self._module.init_with_output(self._key, *args, **kwargs)
+        outputs, variables = self._module.init_with_output({"params": self._key, **(rngs or {})}, *args, **kwargs)
         self.variables = self.variables or variables
         return outputs
+
+
+@contextlib.contextmanager
+def _record_streams(names: set[str]) -> Iterator[None]:
+    """Add the name of every random stream that linen modules ask for."""
+    make_rng = Scope.make_rng
+
+    def recording(scope: Scope, name: str = "params") -> Any:
+        names.add(name)
+        return make_rng(scope, name)
+
+    Scope.make_rng = recording  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Scope.make_rng = make_rng  # type: ignore[method-assign]
 
 
 class LinenCall:
     """A linen module with its arrays: call it as `model(x)`. `train`, `training` and `deterministic` are filled in."""
 
-    def __init__(self, module: linen.Module, variables: Variables, call: Call, rematerialised: set[str]):
-        self._module, self._call, self._rematerialised = module, call, rematerialised
+    def __init__(self, module: linen.Module, variables: Variables, call: Call, rematerialised: set[str], streams: set[str]):
+        self._module, self._call, self._rematerialised, self._streams = module, call, rematerialised, streams
         self.params, self.stats, self._calls = variables.params, variables.stats, 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the module."""
+    def __call__(self, *args: Any, rngs: Mapping[str, jax.Array] | None = None, **kwargs: Any) -> Any:
+        """Apply the module.
+
+        Args:
+          rngs: keys of random streams by name, in place of the step's own.
+        """
         call, variables = self._call, {"params": self.params, **self.stats}
         kwargs = with_train_flag(type(self._module).__call__, kwargs, training=call.training)
         with linen.intercept_methods(_interceptor(call, self._rematerialised)):
             if not call.training:
-                return self._module.apply(variables, *args, **kwargs)
-            key = call.localize(jax.random.fold_in(call.key, self._calls))
+                return self._module.apply(variables, *args, rngs=rngs, **kwargs)
+            key = jax.random.fold_in(call.key, self._calls)
             self._calls += 1  # a loss that calls the model twice draws twice
-            outputs, changed = self._module.apply(variables, *args, rngs={"params": key}, mutable=list(self.stats), **kwargs)
+            # Flax gives "params" in place of a stream that it does not have, and lifted transforms split streams by name.
+            given: set[str] = set()
+            outputs: Any = None
+            changed: Any = {}
+            while not given >= self._streams or not given:
+                given = {"params", *self._streams}
+                keys = {name: call.localize(key_of_stream(key, name)) for name in sorted(given)} | dict(rngs or {})
+                with _record_streams(self._streams):
+                    outputs, changed = self._module.apply(variables, *args, rngs=keys, mutable=list(self.stats), **kwargs)
         self.stats = {**self.stats, **changed}
         return outputs
+
+
+def key_of_stream(key: jax.Array, name: str) -> jax.Array:
+    """The key of a random stream of a linen module, "dropout" or another."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _call_block(blocks: BlockCalls, path: str, module: linen.Module, call: Callable[[linen.Module], Any]) -> Any:

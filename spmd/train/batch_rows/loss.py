@@ -19,7 +19,7 @@ from spmd.train.batch_rows.compute import Compute
 from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, PerRow, Summed
 from spmd.train.batch_rows.walk import Held, Shared, Unreadable, is_mean, read_loss
 from spmd.train.model_setup import PlacedModel
-from spmd.train.objective import Objective
+from spmd.train.objective import LEAKS, Objective
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract, format_bytes
@@ -156,10 +156,13 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
     if parts.ticks:
         fewest = split_microbatches(placed.parallel, jax.ShapeDtypeStruct((fewest,), jnp.float32)).rows
     fewest = max(fewest, 2)  # what is written for dims of size 1 says too little
+    others = fewest if fewest < rows else 2 * rows
     try:
-        first = trace(rows)
-        found, shares = read_loss(first, trace(fewest if fewest < rows else 2 * rows), given, rows, fewest if fewest < rows else 2 * rows)
+        with LEAKS:
+            found, shares = read_loss(trace(rows), trace(others), given, rows, others)
     except Exception as error:  # whatever a loss raises on another number of rows
+        if isinstance(error.__cause__, jax.errors.UnexpectedTracerError):
+            raise
         return Reading(mean=False, problem=str(error).strip().partition("\n")[0])
     kinds = iter([held.kind for held in found])
     value, extra, stats = jax.tree.map(lambda leaf: (next(kinds), leaf.shape, leaf.dtype), outputs[0])
