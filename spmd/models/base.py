@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
 from spmd.path_match import matches
@@ -219,11 +220,31 @@ def explain_jax_error(error: Exception) -> str:
     return ""
 
 
-def with_train_flag(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool) -> dict[str, Any]:
-    """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it."""
-    known = inspect.signature(function).parameters
-    switches = {"train": training, "training": training, "deterministic": not training}
+def with_train_flag(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool, positional: int = 0) -> dict[str, Any]:
+    """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it, as one of its first arguments or by name."""
+    known = list(inspect.signature(function).parameters)[positional:]
+    switches = {
+        **dict.fromkeys(("train", "training", "is_train", "is_training"), training),
+        **dict.fromkeys(("deterministic", "use_running_average", "eval_mode"), not training),
+    }
     return {**{name: value for name, value in switches.items() if name in known}, **kwargs}
+
+
+def averaging_axes(own: Any, sync_axes: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The axes over which a BatchNorm averages its statistics: those of the workers, and of its own axis_name what the model binds.
+
+    Called where the layer is called: `linen.vmap` or `nnx.vmap` bind names of axes around it.
+    """
+    names = own if isinstance(own, tuple | list) else () if own is None else (own,)
+    return (*(name for name in names if _is_bound(name) and name not in sync_axes), *sync_axes) or None
+
+
+def _is_bound(axis: Any) -> bool:
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
 
 
 def shape_text(arrays: Mapping[str, Any], path: str) -> str:

@@ -16,6 +16,7 @@ from spmd.models.base import (
     Call,
     Model,
     Variables,
+    averaging_axes,
     no_such_module,
     remat_policies,
     shape_problems,
@@ -101,7 +102,7 @@ class _LinenInit:
         self._module, self._key, self.variables = module, key, None
 
     def __call__(self, *args: Any, rngs: Mapping[str, jax.Array] | None = None, **kwargs: Any) -> Any:
-        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=True)
+        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=True, positional=1 + len(args))
         outputs, variables = self._module.init_with_output({"params": self._key, **(rngs or {})}, *args, **kwargs)
         self.variables = self.variables or variables
         return outputs
@@ -137,10 +138,10 @@ class LinenCall:
           rngs: keys of random streams by name, in place of the step's own.
         """
         call, variables = self._call, {"params": self.params, **self.stats}
-        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=call.training)
+        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=call.training, positional=1 + len(args))
         with linen.intercept_methods(_interceptor(call, self._rematerialised)):
             if not call.training:
-                return self._module.apply(variables, *args, rngs=rngs, **kwargs)
+                return self._module.apply(variables, *args, rngs=dict(rngs or {}), **kwargs)
             key = jax.random.fold_in(call.key, self._calls)
             self._calls += 1  # a loss that calls the model twice draws twice
             # Flax gives "params" in place of a stream that it does not have, and lifted transforms split streams by name.
@@ -196,7 +197,7 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         if isinstance(module, linen.BatchNorm):
-            object.__setattr__(module, "axis_name", call.sync_axes or None)
+            object.__setattr__(module, "axis_name", averaging_axes(module.axis_name, call.sync_axes))
         if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
             object.__setattr__(module, "dtype", call.dtype)
         if isinstance(module, linen.Dense | linen.DenseGeneral):

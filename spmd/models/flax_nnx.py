@@ -10,7 +10,18 @@ from flax import nnx
 from jax.core import Tracer
 
 from spmd.errors import ModelError, join_names
-from spmd.models.base import PATH, RECOMPUTED, STACKED, Call, Model, Variables, no_such_module, remat_policies, trace_abstractly
+from spmd.models.base import (
+    PATH,
+    RECOMPUTED,
+    STACKED,
+    Call,
+    Model,
+    Variables,
+    averaging_axes,
+    no_such_module,
+    remat_policies,
+    trace_abstractly,
+)
 from spmd.models.blocks import BlockCalls
 from spmd.models.frozen import is_quantized, quantized_product
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
@@ -154,6 +165,7 @@ class NnxModel(Model):
 
     def _split(self, module: nnx.Module) -> Variables:
         self._said, self._frozen = getattr(module, NOTES, ()), _frozen(module, given=self._given is not None)
+        _mark_arrays(module)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
         self._uncalled = set(adapter_paths(module))
         self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
@@ -179,7 +191,7 @@ class NnxModel(Model):
             modules[path].use_running_average = True  # type: ignore[attr-defined]
         for path, sub in modules.items():
             if isinstance(sub, nnx.BatchNorm):
-                sub.axis_name = call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
+                sub.__class__ = _averaging(type(sub), call.sync_axes)
             if call.dtype is not None and _follows_inputs(sub):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
             if isinstance(sub, nnx.Linear | nnx.LinearGeneral):
@@ -241,6 +253,18 @@ class NnxModel(Model):
         return nnx.merge(self._graphdef, variables.params, self._keys(variables.rngs, lambda key: key), variables.stats)
 
 
+def _mark_arrays(module: nnx.Module) -> None:
+    """Make data of arrays that modules keep as attributes.
+
+    Flax (0.12) makes an array data when it is assigned, except a tracer, which it takes for a constant; a factory is called under a trace.
+    """
+    for _, sub in nnx.iter_modules(module):
+        for name, value in list(vars(sub).items()):
+            leaves = jax.tree.leaves(value) if isinstance(value, tuple | list | dict | Tracer) else ()
+            if any(isinstance(leaf, Tracer) for leaf in leaves):
+                setattr(sub, name, nnx.data(value))
+
+
 def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
     """Paths of the modules that were made to use running averages, in training as well.
 
@@ -288,6 +312,21 @@ def _dequantizing(kind: type) -> type:
             vars(self).update(kernel=kernel, dot_general=given)
 
     return _subclass(kind, "Dequantizing", __call__)
+
+
+@functools.lru_cache(maxsize=256)
+def _averaging(kind: type, sync_axes: tuple[str, ...]) -> type:
+    """A subclass of a kind of `nnx.BatchNorm` whose statistics are averaged over the workers, too."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self)["axis_name"]
+        vars(self)["axis_name"] = averaging_axes(own, sync_axes)  # lax.pmean takes several axes
+        try:
+            return kind.__call__(self, *args, **kwargs)
+        finally:
+            vars(self)["axis_name"] = own
+
+    return _subclass(kind, "Averaging", __call__)
 
 
 def _is_key(leaf: Any) -> bool:

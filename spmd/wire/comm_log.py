@@ -150,11 +150,12 @@ def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, w
         if name in KINDS:
             axes = params["axes"] if "axes" in params else params["axis_name"]
             axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+            dims = {axis for axis in axes if isinstance(axis, int)}  # summed on each device, where a model binds an axis by vmap
+            axes = tuple(axis for axis in axes if axis not in dims)
             group = math.prod(sizes[axis] for axis in axes)
             for operand in equation.invars if group > 1 else ():
-                yield Op(
-                    _without_module(here) or "step", KINDS[name], axes, group, str(operand.aval.dtype), operand.aval.shape, times, branch
-                )
+                shape = tuple(size for dim, size in enumerate(operand.aval.shape) if dim not in dims)
+                yield Op(_without_module(here) or "step", KINDS[name], axes, group, str(operand.aval.dtype), shape, times, branch)
         elif name == "cond":
             is_warm_up = here.endswith(WARM_UP)
             branches = [tuple(_ops(inner.jaxpr, sizes, times, branch, where if is_warm_up else here)) for inner in params["branches"]]

@@ -231,11 +231,16 @@ def _convolution(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind
 def _psum(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     """Summed over workers: what was a sum over a worker's rows is one over all, and the same for everybody (BatchNorm)."""
     del sizes, other
-    if any(isinstance(axis, int) for axis in one.params["axes"]) or one.params.get("axis_index_groups") is not None:
+    value, dims = values[0], [axis for axis in one.params["axes"] if isinstance(axis, int)]
+    if one.params.get("axis_index_groups") is not None or (dims and not (isinstance(value, PerRow) and value.dim in dims)):
         return None
-    if isinstance(values[0], Summed):
-        return Fixed(power=total(values[0].power, 1))
-    return dataclasses.replace(values[0], uniform=frozenset()) if isinstance(values[0], Fixed) else None
+    if dims and isinstance(value, PerRow):  # first over rows here: the model binds an axis by vmap
+        value = Summed(value.power)
+    if len(dims) == len(one.params["axes"]):
+        return value
+    if isinstance(value, Summed):
+        return Fixed(power=total(value.power, 1))
+    return dataclasses.replace(value, uniform=frozenset()) if isinstance(value, Fixed) else None
 
 
 def _stack(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
