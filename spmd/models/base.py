@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
 from spmd.path_match import matches
 from spmd.tree import Tree, describe
+from spmd.wire import collectives
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
 LAYER_PARAMS = "layer_params"  # names, in a traced loss, the parameters that a stack takes to its layers
@@ -236,15 +236,7 @@ def averaging_axes(own: Any, sync_axes: tuple[str, ...]) -> tuple[str, ...] | No
     Called where the layer is called: `linen.vmap` or `nnx.vmap` bind names of axes around it.
     """
     names = own if isinstance(own, tuple | list) else () if own is None else (own,)
-    return (*(name for name in names if _is_bound(name) and name not in sync_axes), *sync_axes) or None
-
-
-def _is_bound(axis: Any) -> bool:
-    try:
-        lax.axis_size(axis)
-    except NameError:
-        return False
-    return True
+    return (*(name for name in names if collectives.is_bound(name) and name not in sync_axes), *sync_axes) or None
 
 
 def shape_text(arrays: Mapping[str, Any], path: str) -> str:

@@ -215,7 +215,7 @@ class Program:
             rowwise=self._rowwise,
             split=split,
             parallel=self._parallel,
-            full_batch=not self.reading.mean,
+            full_batch=None if self.reading.mean else self.reading.limit,
         )
         return Step(worker, rule(exchange, placed.optimizer))
 
@@ -259,7 +259,8 @@ class Program:
         if not parts.several or getattr(self._train_objective.loss, "of_parts", False):
             return Reading(mean=True)
         reading = read_objective(self.placed, self._train_objective, self.sample, parts)
-        check_reading(reading, parts, self.placed.resolved.layout.source, self.rows)
+        alone = self.placed.exchange.asynchronous or bool(self.placed.exchange.local)
+        check_reading(reading, parts, self.placed.resolved.layout.source, self.rows, alone=alone)
         return reading
 
     @functools.cached_property

@@ -68,7 +68,7 @@ class WorkerGradients:
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
     products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
     training: bool = True  # False: the model in evaluation mode
-    full_batch: bool = False  # the loss is no mean over parts of a batch: workers share what joins rows (`spmd.train.batch_rows`)
+    full_batch: tuple[bool, int] | None = None  # `Reading.limit` of a loss that is no mean over parts of a batch (`spmd.train.batch_rows`)
 
     def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
@@ -80,6 +80,8 @@ class WorkerGradients:
         """
         first = collectives.worker_index(axes) * self.workers_per_position
         scale, known = events.get(LOSS_SCALE), self._known(params, state, batch, axes)
+        if known is not None:  # XLA:CPU (jaxlib 0.10) ends the process where collectives of a loop run beside these
+            params, known = lax.optimization_barrier((params, known))
 
         def worker_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
             grads, after = self._of_worker(params, state, carried, rows, first + index, axes, scale, known)
@@ -152,8 +154,16 @@ class WorkerGradients:
                 return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
             sync_axes = axes if self.gathers else ()
             place = None
-            if self.full_batch and (self.split or self.microbatches > 1):
-                place = Place(axes if self.split else (), self._workers(axes) if self.split else 1, worker, self.microbatches, index, known)
+            if self.full_batch is not None and (self.split or self.microbatches > 1):
+                place = Place(
+                    self.full_batch,
+                    axes if self.split else (),
+                    self._workers(axes) if self.split else 1,
+                    worker,
+                    self.microbatches,
+                    index,
+                    known,
+                )
             options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale, "place": place}
             loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, **options)
             loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
@@ -175,7 +185,7 @@ class WorkerGradients:
 
     def _known(self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]) -> list[jax.Array] | None:
         """What all rows of the batch share, where the rows of one position are seen in parts."""
-        if not self.full_batch or self.workers_per_position * self.microbatches == 1:
+        if self.full_batch is None or self.workers_per_position * self.microbatches == 1:
             return None
         gather, layers = self._layer_gather(), self.sync.layer_carries(state.exchange, sums=self._sums_layers)
         variables = Variables((self._gather(params), layers), state.stats, state.rngs, gather_frozen(self.sync, self._cast(state.frozen)))
@@ -183,7 +193,11 @@ class WorkerGradients:
         axes = axes if self.split else ()
         with parallel_scope(dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)):
             return shared_arrays(
-                self._on_rows(gather), variables, batch, keys, Place(axes, self._workers(axes), collectives.worker_index(axes))
+                self._on_rows(gather),
+                variables,
+                batch,
+                keys,
+                Place(self.full_batch, axes, self._workers(axes), collectives.worker_index(axes)),
             )
 
     def _layer_gather(self, *, only_sums: bool = False) -> LayerGather | None:

@@ -66,6 +66,15 @@ def worker_count(axes: Axes) -> int:
     return math.prod(lax.axis_size(axis) for axis in axes)
 
 
+def is_bound(axis: str) -> bool:
+    """Whether a name is that of an axis here, of the mesh or of a `vmap`."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
 def shift(x: jax.Array, axis: str, by: int = 1, *, around: bool = False) -> jax.Array:
     """The value of the neighbour `by` positions before along `axis`; past the edge zeros, or with `around` the other end's."""
     count = lax.axis_size(axis)

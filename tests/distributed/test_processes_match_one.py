@@ -150,7 +150,7 @@ def test_each_process_writes_a_part_of_replicated_arrays(fast, folder):
     def written(rank):
         return sum(file.stat().st_size for file in (folder / "replicated" / "checkpoints").glob(f"*/state/ocdbt.process_{rank}/d/*"))
 
-    assert written(1) > 0.5 * written(0) > 5000
+    assert written(1) > 0.2 * written(0) > 5000  # how many arrays each gets is Orbax's choice
 
 
 @SLOW

@@ -692,8 +692,7 @@ def test_log_needs_no_extra_trace():
         assert trainer._program.compilations() == (steps > 0)
         return len(traced)
 
-    of_first_step = 1  # which looks whether the loss is a mean over rows
-    assert count(wire=True, steps=2) == count(wire=False, steps=1) == count(wire=True, steps=0) + of_first_step
+    assert count(wire=True, steps=2) == count(wire=False, steps=1) == count(wire=True, steps=0)
 
 
 # weights -------------------------------------------------------------------------------------------------------------

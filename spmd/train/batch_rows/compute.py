@@ -13,17 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from spmd.jaxpr import scanned
 from spmd.rng import worker_key
 from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Summed
 from spmd.train.batch_rows.rules import OVER_ROWS, numbers_row, rows_of_index
-from spmd.train.batch_rows.walk import Held, Shared, Unreadable, Walk
+from spmd.train.batch_rows.walk import Held, Shared, Unreadable, Walk, evaluated
 from spmd.wire import collectives
 
 Shape = tuple[int, ...]
-NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze")  # they and elementwise functions look at no two entries together
 
 
@@ -61,7 +59,7 @@ class Compute(Walk):
     @property
     def only_reading(self) -> Walk:
         """The same without arrays."""
-        return Walk(self.rows, self.others)
+        return Walk(self.rows, self.others, forward_only=self.forward_only)
 
     # what workers share -------------------------------------------------------------------------------------------------------------------
 
@@ -134,12 +132,14 @@ class Compute(Walk):
     def run(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
         """The arrays that an equation returns."""
         name, inputs = one.primitive.name, [value.kind for value in values]
+        if name == "optimization_barrier":
+            return evaluated(other, [value.array for value in values])
         if name in OVER_ROWS and isinstance(inputs[0], PerRow) and isinstance(kinds[0], Fixed):
             return [self.shared(lambda: self._over_rows(one, values[0]))]
         if name == "random_bits" and isinstance(inputs[0], Fixed) and isinstance(kinds[0], PerRow):
             own = worker_key(values[0].array, jnp.asarray(self.worker), rows=self.here, workers=self.workers)
             shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))
-            return _evaluated(other.replace(params={**other.params, "shape": shape}), [own])
+            return evaluated(other.replace(params={**other.params, "shape": shape}), [own])
         if all(isinstance(kind, Fixed) for kind in inputs):
             return self._of_fixed(one, other, values, kinds)
         if any(isinstance(kind, Summed) for kind in inputs):
@@ -147,7 +147,7 @@ class Compute(Walk):
             kind = Summed() if adds else Fixed()
             shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(one.invars, other.invars, strict=True)]
             arrays = [v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *s) for v, s in zip(values, shapes, strict=True)]
-            return _evaluated(one, arrays)
+            return evaluated(one, arrays)
         return self._of_rows(one, other, values, kinds)
 
     def _of_fixed(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
@@ -156,8 +156,8 @@ class Compute(Walk):
         wanted = [_shape_of(self, kind, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
         local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
         if local and wanted == [part for _, part in shapes] and one.primitive.name in (*ELEMENTWISE, *MOVES):
-            return _evaluated(other, [value.array for value in values])
-        arrays = _evaluated(one, [self._full(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)])
+            return evaluated(other, [value.array for value in values])
+        arrays = evaluated(one, [self._full(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)])
         return [
             self._rows_of(Held(Fixed(), array=array), kind.dim, kind.inner, full)
             if isinstance(kind, PerRow)
@@ -176,7 +176,7 @@ class Compute(Walk):
             shape = [1] * of_rows.ndim
             shape[along] = self.here
             place = jnp.arange(self.here, dtype=of_rows.dtype).reshape(shape)[..., 0]
-            return _evaluated(other, [values[0].array, of_rows.at[..., column].set(jnp.broadcast_to(place, of_rows.shape[:-1]))])
+            return evaluated(other, [values[0].array, of_rows.at[..., column].set(jnp.broadcast_to(place, of_rows.shape[:-1]))])
         first, rows = next((n, value.kind) for n, value in enumerate(values) if isinstance(value.kind, PerRow))
         along = {n: (rows.dim, rows.inner) for n in range(len(values)) if full[n] and n != first}
         if name == "dot_general":
@@ -198,16 +198,16 @@ class Compute(Walk):
         wanted = [_shape_of(self, k, _shape(a), _shape(b)) for k, a, b in zip(kinds, one.outvars, other.outvars, strict=True)]
         local = all(jnp.shape(array) == _shape(var) for array, var in zip(arrays, other.invars, strict=True))
         if local and wanted == [_shape(var) for var in other.outvars]:
-            return _evaluated(other, arrays)
+            return evaluated(other, arrays)
         if name in ELEMENTWISE:
-            return _evaluated(other, arrays)
+            return evaluated(other, arrays)
         if name in RESIZED:
             params = {**one.params, **RESIZED[name](one, arrays, wanted[0])}
-            found = _evaluated(one.replace(params=params), arrays)
+            found = evaluated(one.replace(params=params), arrays)
             if [jnp.shape(array) for array in found] == wanted:
                 return found
         # everything on every worker, of which each keeps what it needs
-        full = _evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
+        full = evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
         return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(full, kinds, shapes, strict=True)]
 
@@ -262,7 +262,7 @@ class Compute(Walk):
         held = super().routed(one, other, values)
         if self.here != self.others:
             raise Unreadable("a mixture of experts routes the tokens of one row alone")
-        y, chosen, *means = _evaluated(other, [value.array for value in values])
+        y, chosen, *means = evaluated(other, [value.array for value in values])
         arrays = [y, chosen, *(mean / self.parts for mean in means)]
         return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
 
@@ -275,7 +275,7 @@ class Compute(Walk):
         fits = all(_shape_of(self, held.kind, *shape) == shape[1] for held, shape in zip(found, shapes, strict=True))
         if reader.shares or not local or not fits or all(isinstance(value.kind, Fixed) for value in values):
             return super().of_jax(one, other, values)
-        arrays = _evaluated(other, [value.array for value in values])
+        arrays = evaluated(other, [value.array for value in values])
         return [held._replace(array=array) for held, array in zip(found, arrays, strict=True)]
 
     def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Shared]) -> list[Held]:
@@ -349,15 +349,6 @@ def _gather(array: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
         data = collectives.all_gather(jax.random.key_data(array), axes, dim)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return collectives.all_gather(array, axes, dim)
-
-
-def _evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """What an equation returns for these arrays, whose shapes may be others than it was traced for."""
-    inputs = [Var(var.aval) for var in equation.invars]
-    outputs = [Var(var.aval) for var in equation.outvars]
-    alone = equation.replace(invars=inputs, outvars=outputs)
-    jaxpr = NOTHING.replace(invars=inputs, outvars=outputs, eqns=[alone], effects=equation.effects)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*arrays)
 
 
 def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:

@@ -71,7 +71,7 @@ ELEMENTWISE = frozenset(
     "convert_element_type digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma "
     "log log1p logistic lt max min mul ne neg nextafter not or polygamma pow population_count real reduce_precision regularized_incomplete_"
     "beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square "
-    "stop_gradient sub tan tanh name optimization_barrier xor".split()
+    "stop_gradient sub tan tanh name xor".split()
 )
 SCALING = frozenset(
     "neg abs copy copy_p convert_element_type reduce_precision stop_gradient sharding_constraint name".split()

@@ -84,6 +84,11 @@ class Reading:
         """What depends on what is trained, so on all rows at once."""
         return [share for share in self.shares if share.trained]
 
+    @property
+    def limit(self) -> tuple[bool, int]:
+        """Whether anything that is shared depends on what is trained, and the bytes of rows that are shared."""
+        return bool(self.trained), sum(share.bytes for share in self.shares if share.how == "rows")
+
     def note(self) -> str:
         """A line on what is shared."""
         if not self.shares:
@@ -104,8 +109,11 @@ def describe(share: Shared) -> str:
     return f"{what} for {share.equation.primitive.name}{f' at {line}' if line else ''}"
 
 
-def check_reading(reading: Reading, parts: Parts, source: str, rows: int) -> None:
+def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alone: bool) -> None:
     """Check that a step that sees rows in parts can compute the loss of the batch.
+
+    Args:
+      alone: whether workers have weights of their own.
 
     Raises:
       LossError: it cannot.
@@ -124,6 +132,9 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int) -> Non
         raise LossError(f"the loss is no mean over rows, and {seen}.", fix=fix)
     if parts.of_position and reading.trained:
         why = f"the loss joins rows with {describe(reading.trained[0])}, which depends on the weights, and {seen}, one after the other."
+        raise LossError(why, fix=fix)
+    if alone and reading.trained:
+        why = f"the loss joins rows with {describe(reading.trained[0])}, and under {source} workers have weights of their own."
         raise LossError(why, fix=fix)
     if parts.of_position and not reading.statistics:
         why = f"the model keeps statistics that are no mean over rows, and {seen}, one after the other."
@@ -204,8 +215,9 @@ def _is_output(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which rows of the batch are here, and what their worker knows of the others; see `Compute`."""
+    """Which rows of the batch are here, and what their worker knows of the others; see `Compute`. `limit` is that of the `Reading`."""
 
+    limit: tuple[bool, int]
     axes: tuple[str, ...]
     workers: int
     worker: Any
@@ -273,15 +285,34 @@ def _computed(
     for traced in (here, 2) if here == 1 else (here,):  # for dims of size 1 JAX may do something else
         known: Iterator[Any] | None = None if place.known is None else iter(place.known)
         numbers = (workers, place.worker, place.microbatches, place.microbatch)
-        compute = Compute(rows, traced, [], here, place.axes, *numbers, known=known, record=record)
+        compute = Compute(rows, traced, [], False, here, place.axes, *numbers, known=known, record=record)
         try:
             found = compute.closed(first, trace(traced)[0], given)
+            _check_shares(compute.shares, place.limit)
             return compute, jax.tree.unflatten(jax.tree.structure(shapes), found), shapes
         except Unreadable as error:
             problem = str(error)
             if record is not None:
                 record.clear()
     raise LossError(f"the loss cannot be computed on {here} of {rows} rows: {problem}", fix=COMPILER)
+
+
+def _check_shares(shares: list[Shared], limit: tuple[bool, int]) -> None:
+    """Check that a layout's own functions, such as those of a pipeline, do not make workers share more than the loss does.
+
+    Raises:
+      LossError: they do.
+    """
+    trained, sizes = limit
+    found = sum(share.bytes for share in shares if share.how == "rows")
+    more = next((share for share in shares if share.trained and not trained), None)
+    if more is None and found > sizes:
+        more = max((share for share in shares if share.how == "rows"), key=lambda share: share.bytes)
+    if more is not None:
+        why = f"under this layout workers would share {describe(more)}, {format_bytes(more.bytes)}, for a loss that joins rows."
+        raise LossError(
+            why, fix="a loss that returns (sum, count), or one value per row; or a layout without pipelines and layers that gather."
+        )
 
 
 COMPILER = 'a larger batch; [gradients] reduction = "compiler", which sees all rows at once; or a loss with one value per row.'

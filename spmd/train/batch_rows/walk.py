@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from spmd.jaxpr import scanned
 from spmd.nn import scoring
@@ -31,6 +32,7 @@ JAX = str(Path(jax.__file__).parent)
 CHUNKED = chunked_cross_entropy.__file__
 ATTENTION = scoring.__file__
 SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
+NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -68,10 +70,11 @@ class Shared(NamedTuple):
 class Walk(Sizes):
     """Two traces of one function, side by side.
 
-    `shares`: takes what workers share.
+    `shares`: takes what workers share. `forward_only`: nothing is differentiated.
     """
 
     shares: list[Shared] = dataclasses.field(default_factory=list, compare=False)
+    forward_only: bool = False
 
     # jaxprs -------------------------------------------------------------------------------------------------------------------------------
 
@@ -141,6 +144,8 @@ class Walk(Sizes):
             return self.routed(one, other, values)
         if name in CALLS:
             return self.call(one, other, values)
+        if name in OWN_GRADIENT and self.forward_only:
+            return self.call(one, other, values)
         if name == "custom_jvp_call" and _defined_in(one).startswith(JAX):
             return self.of_jax(one, other, values)
         return self.operation(one, other, values)
@@ -180,6 +185,8 @@ class Walk(Sizes):
     def kinds(self, one: Any, other: Any, values: list[Kind]) -> Sequence[Kind | None]:
         """Of the results of an equation; None: workers have to share something first."""
         name, none = one.primitive.name, [None] * len(one.outvars)
+        if name == "optimization_barrier":
+            return values
         if all(isinstance(value, Fixed) for value in values):
             return self.without_rows(one, other, values)
         if name in OWN_GRADIENT:
@@ -187,12 +194,55 @@ class Walk(Sizes):
                 return [_sum_over_tokens(values)]
             if _defined_in(one) == ATTENTION and not any(var.aval.dtype == np.uint32 for var in one.invars):  # no random numbers
                 return [_attention_of_rows(values)]
-            return none
+            return self.of_own_gradient(one, other, values) or none
         if name in ELEMENTWISE and len(one.outvars) == 1:
             return [elementwise(name, one, other, values)]
         if name in RULES and self.alike(one.params, other.params):
             return [RULES[name](self, one, other, values)] * len(one.outvars)
         return none
+
+    def of_own_gradient(self, one: Any, other: Any, values: list[Kind]) -> list[Kind] | None:
+        """Of a function with a derivative of its own, where neither it nor its gradients join rows; None where they may."""
+        floats = [number for number, var in enumerate(one.invars) if jax.numpy.issubdtype(var.aval.dtype, np.floating)]
+        outputs = [self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
+
+        def trace(equation: Any) -> Any:
+            def both_passes(inputs: list[Any], cotangents: list[Any]) -> Any:
+                def forward(*chosen: Any) -> list[Any]:
+                    given = dict(enumerate(inputs)) | dict(zip(floats, chosen, strict=True))
+                    return evaluated(equation, [given[number] for number in range(len(inputs))])
+
+                results, backward = jax.vjp(forward, *(inputs[number] for number in floats))
+                return results, backward(cotangents)
+
+            shapes = [
+                [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in each] for each in (equation.invars, equation.outvars)
+            ]
+            return jax.make_jaxpr(both_passes)(*shapes)
+
+        if None in outputs or not all(jax.numpy.issubdtype(var.aval.dtype, np.floating) for var in one.outvars):
+            return None
+        reader = Walk(self.rows, self.others, forward_only=True)
+        try:
+            found = reader.closed(trace(one), trace(other), [Held(kind) for kind in (*values, *outputs) if kind is not None])
+        except Exception:  # whatever a rule of its own raises: it is a function of all rows then
+            return None
+        results, gradients = [held.kind for held in found[: len(outputs)]], [held.kind for held in found[len(outputs) :]]
+        for number, gradient in zip(floats, gradients, strict=True):
+            value = values[number]
+            alike = (
+                isinstance(value, PerRow) and isinstance(gradient, PerRow) and (value.dim, value.inner) == (gradient.dim, gradient.inner)
+            )
+            if isinstance(value, PerRow) and not alike:
+                return None
+        return None if reader.shares else results
+
+    def by_shape(self, one: Any, other: Any) -> Kind | None:
+        """The kind of a result whose rows are where its shape depends on their number."""
+        sized = [dim for dim, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
+        if len(sized) > 1 or (sized and one.shape[sized[0]] % self.rows):
+            return None
+        return PerRow(sized[0], one.shape[sized[0]] // self.rows) if sized else Fixed()
 
     def without_rows(self, one: Any, other: Any, values: list[Kind]) -> Sequence[Kind]:
         """Of what is the same on all workers, so are all results."""
@@ -245,7 +295,7 @@ class Walk(Sizes):
         if one.params["length"] != other.params["length"] or along_rows:
             return self.operation(one, other, values)
         fixed, carry = values[:consts], values[consts : consts + carried]
-        reader = Walk(self.rows, self.others)
+        reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         entries = self.scan_entries(xs)
         kinds = [Held(value.kind, value.trained) for value in carry]
         for _ in range(6):
@@ -273,7 +323,7 @@ class Walk(Sizes):
         if not isinstance(index.kind, Fixed):
             index = self.converted(index, Fixed(power=None), one, (one.invars[0], other.invars[0]))
         branches = list(zip(one.params["branches"], other.params["branches"], strict=True))
-        reader = Walk(self.rows, self.others)
+        reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         found = [reader.closed(a, b, _bare(inputs)) for a, b in branches]
         self.shares.extend(reader.shares)
         kinds = found[0]
@@ -309,6 +359,15 @@ class Walk(Sizes):
 
 class Unreadable(Exception):
     """A loss of which two traces cannot be read side by side."""
+
+
+def evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+    """What an equation returns for these arrays, whose shapes may be others than it was traced for."""
+    inputs = [Var(var.aval) for var in equation.invars]
+    outputs = [Var(var.aval) for var in equation.outvars]
+    alone = equation.replace(invars=inputs, outvars=outputs)
+    jaxpr = NOTHING.replace(invars=inputs, outvars=outputs, eqns=[alone], effects=equation.effects)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*arrays)
 
 
 def _bare(values: Sequence[Held]) -> list[Held]:
