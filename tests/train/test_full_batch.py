@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import spmd
+from examples.gpt_pipeline import GPT
 from spmd.errors import LossError, SpmdError
 from spmd.train import compiled_step
 from spmd.tree import flatten
@@ -192,6 +193,30 @@ def test_microbatches_of_a_loss_that_joins_rows_are_refused_with_a_fix(loss, mes
         trainer_of(loss, mesh=mesh, accumulate=accumulate).prepare(data())
     assert "accumulate=1" in raised.value.fix
     check(loss, mesh=mesh, reduction="compiler" if "compiler" in raised.value.fix else None)
+
+
+@pytest.mark.system
+def test_a_stack_that_gathers_by_layer_shares_no_rows():
+    """Of activations, for a loss that needs one number of other rows: it is refused, and its pair trains."""
+
+    def make():
+        return GPT(vocab=16, width=32, depth=2, heads=2, length=6, rngs=nnx.Rngs(0))
+
+    def pair(model, batch):
+        return (CE(model(batch["tokens"]), batch["tokens"]) * batch["mask"]).sum(), batch["mask"].sum()
+
+    def mean(model, batch):
+        total, count = pair(model, batch)
+        return total / count
+
+    layout = spmd.Layout.load("fsdp")
+    by_layer = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, gather="layer"))
+    with pytest.raises(LossError, match="under this layout workers would share rows for custom_vjp_call") as raised:
+        trained(trainer_of(mean, make, by_layer), 1)
+    assert "(sum, count)" in raised.value.fix
+    full = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, gather="full"))
+    losses = [trained(trainer_of(*options))[0] for options in ((pair, make, by_layer), (mean, make, full))]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_a_loss_that_is_meant_for_parts_is_one():
