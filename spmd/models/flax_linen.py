@@ -145,12 +145,10 @@ class LinenCall:
             key = jax.random.fold_in(call.key, self._calls)
             self._calls += 1  # a loss that calls the model twice draws twice
             # Flax gives "params" in place of a stream that it does not have, and lifted transforms split streams by name.
-            given: set[str] = set()
-            outputs: Any = None
-            changed: Any = {}
-            while not given >= self._streams or not given:
-                given = {"params", *self._streams}
-                keys = {name: call.localize(key_of_stream(key, name)) for name in sorted(given)} | dict(rngs or {})
+            outputs, changed, given = None, {}, None
+            while given != (names := {"params", *self._streams}):  # again, if the call asks for one that no call has asked for
+                given = names
+                keys = {name: call.localize(key_of_stream(key, name)) for name in sorted(names)} | dict(rngs or {})
                 with _record_streams(self._streams):
                     outputs, changed = self._module.apply(variables, *args, rngs=keys, mutable=list(self.stats), **kwargs)
         self.stats = {**self.stats, **changed}

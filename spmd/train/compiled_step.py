@@ -215,7 +215,7 @@ class Program:
             rowwise=self._rowwise,
             split=split,
             parallel=self._parallel,
-            full_batch=None if self.reading.mean else self.reading.limit,
+            shares=None if self.reading.mean else self.reading.shares,
         )
         return Step(worker, rule(exchange, placed.optimizer))
 

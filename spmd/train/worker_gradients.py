@@ -26,7 +26,9 @@ from spmd.sync.layer_gather import LayerGather
 from spmd.sync.parameter_sync import gather_again, gather_all, gather_frozen
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
-from spmd.train.batch_rows.loss import Place, full_batch_loss, shared_arrays
+from spmd.train.batch_rows.compute import Place
+from spmd.train.batch_rows.loss import full_batch_loss, shared_arrays
+from spmd.train.batch_rows.walk import Shared
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
@@ -68,7 +70,7 @@ class WorkerGradients:
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
     products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
     training: bool = True  # False: the model in evaluation mode
-    full_batch: tuple[bool, int] | None = None  # `Reading.limit` of a loss that is no mean over parts of a batch (`spmd.train.batch_rows`)
+    shares: tuple[Shared, ...] | None = None  # what workers share of a loss that is not a mean over rows; None: it is one
 
     def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
@@ -154,16 +156,9 @@ class WorkerGradients:
                 return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
             sync_axes = axes if self.gathers else ()
             place = None
-            if self.full_batch is not None and (self.split or self.microbatches > 1):
-                place = Place(
-                    self.full_batch,
-                    axes if self.split else (),
-                    self._workers(axes) if self.split else 1,
-                    worker,
-                    self.microbatches,
-                    index,
-                    known,
-                )
+            if self.shares is not None and (self.split or self.microbatches > 1):
+                held = (axes, self._workers(axes)) if self.split else ((), 1)
+                place = Place(*held, worker, self.microbatches, index, known)
             options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale, "place": place}
             loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, **options)
             loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
@@ -184,21 +179,16 @@ class WorkerGradients:
         return jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
 
     def _known(self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]) -> list[jax.Array] | None:
-        """What all rows of the batch share, where the rows of one position are seen in parts."""
-        if self.full_batch is None or self.workers_per_position * self.microbatches == 1:
+        """Return the arrays that all rows of the batch share, if the rows of one position are seen in parts."""
+        if self.shares is None or self.workers_per_position * self.microbatches == 1:
             return None
         gather, layers = self._layer_gather(), self.sync.layer_carries(state.exchange, sums=self._sums_layers)
         variables = Variables((self._gather(params), layers), state.stats, state.rngs, gather_frozen(self.sync, self._cast(state.frozen)))
         keys = jax.random.split(jax.random.fold_in(self._step_key(state), 0))
         axes = axes if self.split else ()
         with parallel_scope(dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)):
-            return shared_arrays(
-                self._on_rows(gather),
-                variables,
-                batch,
-                keys,
-                Place(self.full_batch, axes, self._workers(axes), collectives.worker_index(axes)),
-            )
+            place = Place(axes, collectives.worker_count(axes), collectives.worker_index(axes))
+            return shared_arrays(self._on_rows(gather), variables, batch, keys, place, self.shares)
 
     def _layer_gather(self, *, only_sums: bool = False) -> LayerGather | None:
         remat = module_policies(self.sync.resolved.layout.remat)
@@ -308,7 +298,8 @@ class WorkerGradients:
             if place is None:
                 value, extra, after, (last, seen) = self._on_rows(gather, localize, sync_axes)(variables, batch, keys)
             else:
-                value, extra, after, (last, seen) = full_batch_loss(self._on_rows(gather), variables, batch, keys, place)
+                loss = self._on_rows(gather)
+                value, extra, after, (last, seen) = full_batch_loss(loss, variables, batch, keys, place, self.shares or ())
         if parallel.tap is not None:
             parallel.tap.seen = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)

@@ -56,6 +56,11 @@ def maximum(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
+def minimum(x: jax.Array, axes: Axes) -> jax.Array:
+    """The smallest value over all workers along `axes`."""
+    return lax.pmin(x, axes) if axes else x
+
+
 def worker_index(axes: Axes) -> jax.Array:
     """This worker's index along `axes`, a scalar int32; the first axis varies slowest."""
     return lax.axis_index(axes) if axes else jax.numpy.int32(0)

@@ -146,11 +146,14 @@ def test_resume_with_another_number_of_processes(fast):
     assert relative_differences(state(rest), state(reference)) == {}
 
 
-def test_each_process_writes_a_part_of_replicated_arrays(fast, folder):
-    def written(rank):
-        return sum(file.stat().st_size for file in (folder / "replicated" / "checkpoints").glob(f"*/state/ocdbt.process_{rank}/d/*"))
+@pytest.mark.parametrize("step", [4, 8])
+def test_each_process_writes_a_part_of_replicated_arrays(fast, folder, step):
+    """Half of what the checkpoint has in the end. A process may write a file again, which depends on the time that the disk takes."""
 
-    assert written(1) > 0.2 * written(0) > 5000  # how many arrays each gets is Orbax's choice
+    def written(part):
+        return sum(file.stat().st_size for file in (folder / "replicated" / "checkpoints" / str(step) / "state" / part / "d").iterdir())
+
+    assert min(written("ocdbt.process_0"), written("ocdbt.process_1")) > 0.45 * written("") > 5000
 
 
 @SLOW

@@ -1,5 +1,6 @@
 """Training with stacks sharded over `stage` equals training on one device, under every reduction and schedule."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -252,6 +253,11 @@ def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
     if joins:
         with pytest.raises(LossError, match=r'1f1b pipeline.\n    fix: \[pipeline\] schedule = "gpipe"'):
             trainer.step(trainer.init(), tokens())
+        layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, schedule="gpipe"))
+        trainer = spmd.Trainer(lambda: Tied(nnx.Rngs(0), depth=2), loss=loss, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
+        with nnx.use_eager_sharding(False):
+            right = loss(Tied(nnx.Rngs(0), depth=2), tokens())
+        np.testing.assert_allclose(trainer.step(trainer.init(), tokens())[1]["loss"], right, rtol=1e-5)
     else:
         assert trainer.prepare(tokens())[0].reading.mean
 

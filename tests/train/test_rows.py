@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import spmd
-from spmd.train.batch_rows.compute import Compute
+from spmd.train.batch_rows.compute import Compute, Place
 from spmd.train.batch_rows.kinds import Fixed, PerRow, Summed
 from spmd.train.batch_rows.walk import Held, is_mean, read_loss
 
@@ -47,7 +47,7 @@ def by_workers(loss, arrays, part=PART):
     floats = tuple(n for n, x in enumerate(arrays) if x.dtype == np.float32)
 
     def on_worker(*arrays):
-        compute = Compute(ROWS, part, here=PART, axes=("data",), workers=ROWS // PART, worker=jax.lax.axis_index("data"))
+        compute = Compute(ROWS, part, here=PART, place=Place(("data",), ROWS // PART, jax.lax.axis_index("data")))
         first, second = traces(loss, arrays, part)
 
         def value(*chosen):
@@ -89,6 +89,27 @@ def clipped_together(x):
 clipped_together.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
 
 
+@jax.custom_vjp
+def noisy_together(x, key):
+    """Every row has numbers of its own."""
+    return x * jax.random.normal(key, x.shape)
+
+
+noisy_together.defvjp(
+    lambda x, key: (noisy_together(x, key), jax.random.normal(key, x.shape)),
+    lambda noise, g: (g * noise, np.zeros((), jax.dtypes.float0)),
+)
+
+
+@jax.custom_vjp
+def scaled_rows(x):
+    """Row by row, with gradients of its own that join none."""
+    return jnp.sin(x)
+
+
+scaled_rows.defvjp(lambda x: (scaled_rows(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+
+
 @jax.custom_jvp
 def centred_tangents(x):
     """Its own gradient joins rows, too."""
@@ -127,6 +148,7 @@ MEANS = {
     "recomputed": (lambda x: jax.checkpoint(jnp.sin)(x).mean(), "x"),
     "a branch": (lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
     "a function of JAX with a gradient of its own": (lambda x: jax.nn.relu(x).mean(), "x"),
+    "a gradient of its own, row by row": (lambda x: scaled_rows(x).mean(), "x"),
     "attention": (lambda m: attention(m, causal=True, key_mask=m > 0, soft_cap=2.0), "mask"),
     "attention with a mask for all": (lambda m: attention(m, mask=np.tri(6, dtype=bool), segment_ids=m.astype(int)), "mask"),
     "an embedding": (lambda t, x: jnp.asarray(W)[t].mean() + x.mean(), "tokens", "x"),
@@ -168,6 +190,10 @@ OTHERS = {
     "attention to other rows": (lambda m: attention(m, m[::-1]), "mask"),
     "attention with a bias for each place": (lambda m: attention(m, bias=jnp.arange(len(m))[:, None, None, None] * 1.0), "mask"),
     "attention with numbers of its own": (lambda m: attention(m, dropout=0.5, dropout_key=jax.random.key(0)), "mask"),
+    "random numbers in a function with a gradient of its own": (
+        lambda x: noisy_together(x, jax.random.key(0)).mean(),
+        "x",
+    ),
     "its own random numbers": (lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(), "x"),
     "looked up at other rows": (lambda m, y: jax.nn.log_softmax(m)[jnp.arange(len(y))[::-1], y].mean(), "mask", "y"),
     "in-batch negatives": (lambda x: CE(jnp.sin(x) @ jnp.roll(jnp.cos(x), 1, axis=1).T, jnp.arange(len(x))).mean(), "x"),
@@ -226,6 +252,14 @@ def test_workers_compute_what_one_device_does(case, part):
     for ours, right in zip(*map(jax.tree.leaves, (by_workers(loss, arrays, part), plainly(loss, arrays))), strict=True):
         assert np.shape(ours) == np.shape(right)
         np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-6 * max(1, np.abs(right).max()))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "bfloat16"])
+@pytest.mark.parametrize("function", [jnp.max, jnp.min])
+def test_largest_and_smallest_of_rows_are_those_of_any_dtype(function, dtype):
+    rows = jnp.arange(ROWS).astype(dtype).at[5].set(jnp.iinfo(dtype).min if dtype == "int32" else 0)
+    _, (found,) = by_workers(lambda r, x: function(r).astype("float32") + 0 * x.sum(), [rows, data()["reward"]])
+    assert found == np.asarray(function(rows)).astype("float32")
 
 
 def test_equal_entries_share_the_gradient_of_a_maximum():

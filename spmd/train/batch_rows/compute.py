@@ -1,4 +1,4 @@
-"""Computes the loss of the full batch on workers that hold parts of its rows, from the two traces that `spmd.train.batch_rows.walk` reads.
+"""Compute the loss of the full batch on workers that hold parts of its rows, from the two traces that `spmd.train.batch_rows.walk` reads.
 
 An equation runs as it was traced for a part, on this worker's rows; or, where its inputs are the same on all workers, as it was traced for
 the batch. Numbers in it are always those of the batch: a mean is a sum over rows, divided by the rows of the batch, and `len(x)` is their
@@ -7,7 +7,7 @@ number. What `walk` finds that workers have to share is summed, or gathered, her
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,45 +26,54 @@ MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze")  # they and elem
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """The rows of the batch that a part of it holds, and what its worker knows of the others.
+
+    Attributes:
+      axes: mesh axes over which the batch is split, in order.
+      workers: the number of workers that have rows of their own; several may be simulated at one position of the mesh.
+      worker: the number of this one, or a tracer.
+      microbatches: the number of parts into which the rows of a worker are split, with a stride (`spmd.train.accumulate`).
+      microbatch: the number of this one, or a tracer.
+      known: the arrays that all rows share, in the order in which they are needed. None: there is one part at each position of the mesh, so
+        that workers share them by collectives.
+    """
+
+    axes: tuple[str, ...] = ()
+    workers: int = 1
+    worker: Any = 0
+    microbatches: int = 1
+    microbatch: Any = 0
+    known: list[Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Compute(Walk):
     """`Walk` with arrays, inside `jax.shard_map`.
 
     Every `Held.array` has the shape that `_shape_of` says.
 
     Attributes:
-      here: how many rows are here; the second trace may be one of two rows where there is one.
-      axes: mesh axes over which the batch is split, in order.
-      workers: how many workers have rows of their own, some of which may be simulated at one position of the mesh.
-      worker: the number of this one, or a tracer.
-      microbatches: how many parts the rows of a worker are split into, with a stride (`spmd.train.accumulate`).
-      microbatch: the number of this one, or a tracer.
-      known: what all rows of the batch share, in the order in which it is needed; None: the rows here are all that this position has.
-      record: takes it.
+      here: the number of rows here; the second trace may be one of two rows where there is one.
+      place: where they are in the batch.
+      known: goes through `place.known`.
+      record: takes the arrays that workers share.
     """
 
     here: int = 0
-    axes: tuple[str, ...] = ()
-    workers: int = 1
-    worker: Any = 0
-    microbatches: int = 1
-    microbatch: Any = 0
+    place: Place = Place()
     known: Iterator[Any] | None = None
     record: list[Any] | None = None
 
     @property
     def parts(self) -> int:
-        """How many parts of the batch there are, of which this is one."""
+        """Return the number of parts of the batch, of which this is one."""
         return self.rows // self.here
-
-    @property
-    def only_reading(self) -> Walk:
-        """The same without arrays."""
-        return Walk(self.rows, self.others, forward_only=self.forward_only)
 
     # what workers share -------------------------------------------------------------------------------------------------------------------
 
     def converted(self, value: Held, kind: Kind, one: Any, variables: tuple[Any, Any]) -> Held:
-        """An input of an equation, of another kind: workers share it."""
+        """Return an input of an equation as another kind: workers share it."""
         held = super().converted(value, kind, one, variables)
         if held.kind is value.kind:
             return value
@@ -72,7 +81,7 @@ class Compute(Walk):
         return held._replace(array=self.shared(lambda: self.coerced(value, kind, full, part)))
 
     def shared(self, together: Callable[[], Any]) -> Any:
-        """What workers find together, or have found before."""
+        """Return an array that workers find together, or have found before."""
         if self.known is not None:
             return next(self.known)
         array = together()
@@ -81,24 +90,22 @@ class Compute(Walk):
         return array
 
     def coerced(self, value: Held, kind: Kind, full: Shape, part: Shape) -> Any:
-        """The array of a value as one of another kind. `full`, `part`: its shape in the two traces."""
+        """Return the array of a value as one of another kind. `full` and `part` are its shapes in the two traces."""
         if isinstance(kind, PerRow):
             return self._rows_of(value, kind.dim, kind.inner, full)
         if isinstance(kind, Summed):
             return value.array if isinstance(value.kind, Summed) else self._full(value, full) / self.parts
-        if isinstance(value.kind, Fixed):
-            return _narrowed(self._full(value, full), full, _shape_of(self, kind, full, part))
         return _narrowed(self._full(value, full), full, _shape_of(self, kind, full, part))
 
     def _full(self, value: Held, full: Shape) -> Any:
-        """The value of the full batch, on every worker."""
+        """Return the value of the full batch, on every worker."""
         kind, array = value.kind, value.array
         if isinstance(kind, Summed):
-            return collectives.all_reduce(array, self.axes)
+            return collectives.all_reduce(array, self.place.axes)
         if isinstance(kind, PerRow):
             outer = full[kind.dim] // (self.rows * kind.inner)
             split_up = jnp.reshape(array, (*array.shape[: kind.dim], outer, self.here * kind.inner, *array.shape[kind.dim + 1 :]))
-            return jnp.reshape(_gather(split_up, self.axes, kind.dim + 1), full)
+            return jnp.reshape(_gather(split_up, self.place.axes, kind.dim + 1), full)
         if jnp.shape(array) == full:
             return array
         for dim, (size, wanted) in enumerate(zip(array.shape, full, strict=True)):  # along these all entries are equal
@@ -107,7 +114,7 @@ class Compute(Walk):
         return array
 
     def _rows_of(self, value: Held, dim: int, inner: int, full: Shape) -> Any:
-        """This worker's rows of a value."""
+        """Return this worker's rows of a value."""
         wanted = _shape_of(self, PerRow(dim, inner), full, full)
         if isinstance(value.kind, PerRow) and value.kind.dim == dim:
             return value.array
@@ -116,28 +123,28 @@ class Compute(Walk):
         array = self._full(value, full)
         if isinstance(value.kind, Fixed) and dim in value.kind.uniform:
             return lax.slice_in_dim(array, 0, wanted[dim], axis=dim)
-        split = (full[dim] // (self.rows * inner), self.workers, self.here, self.microbatches, inner)
+        split = (full[dim] // (self.rows * inner), self.place.workers, self.here, self.place.microbatches, inner)
         split_up = jnp.reshape(array, (*full[:dim], *split, *full[dim + 1 :]))
-        of_worker = lax.dynamic_index_in_dim(split_up, jnp.asarray(self.worker), dim + 1, keepdims=False)
-        return jnp.reshape(lax.dynamic_index_in_dim(of_worker, jnp.asarray(self.microbatch), dim + 2, keepdims=False), wanted)
+        of_worker = lax.dynamic_index_in_dim(split_up, jnp.asarray(self.place.worker), dim + 1, keepdims=False)
+        return jnp.reshape(lax.dynamic_index_in_dim(of_worker, jnp.asarray(self.place.microbatch), dim + 2, keepdims=False), wanted)
 
     # equations ----------------------------------------------------------------------------------------------------------------------------
 
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
-        """What an equation returns of inputs that workers have as it needs them."""
+        """Return the outputs of an equation, whose inputs are now of the kinds that it needs."""
         held = super().results(one, other, values, kinds)
         arrays = self.run(one, other, values, kinds)
         return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
 
     def run(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
-        """The arrays that an equation returns."""
+        """Return the output arrays of an equation."""
         name, inputs = one.primitive.name, [value.kind for value in values]
         if name == "optimization_barrier":
             return evaluated(other, [value.array for value in values])
         if name in OVER_ROWS and isinstance(inputs[0], PerRow) and isinstance(kinds[0], Fixed):
             return [self.shared(lambda: self._over_rows(one, values[0]))]
         if name == "random_bits" and isinstance(inputs[0], Fixed) and isinstance(kinds[0], PerRow):
-            own = worker_key(values[0].array, jnp.asarray(self.worker), rows=self.here, workers=self.workers)
+            own = worker_key(values[0].array, jnp.asarray(self.place.worker), rows=self.here, workers=self.place.workers)
             shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))
             return evaluated(other.replace(params={**other.params, "shape": shape}), [own])
         if all(isinstance(kind, Fixed) for kind in inputs):
@@ -151,7 +158,7 @@ class Compute(Walk):
         return self._of_rows(one, other, values, kinds)
 
     def _of_fixed(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
-        """On every worker the same."""
+        """Return the output arrays of an equation whose inputs are the same on every worker."""
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
         wanted = [_shape_of(self, kind, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
         local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
@@ -166,7 +173,7 @@ class Compute(Walk):
         ]
 
     def _of_rows(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
-        """On this worker's rows."""
+        """Return the output arrays of an equation on this worker's rows."""
         name, full = one.primitive.name, [_shape(var) for var in one.invars]
         if name == "gather" and (column := numbers_row(one, [value.kind for value in values])) is not None:
             index = values[1]
@@ -206,45 +213,39 @@ class Compute(Walk):
             found = evaluated(one.replace(params=params), arrays)
             if [jnp.shape(array) for array in found] == wanted:
                 return found
-        # everything on every worker, of which each keeps what it needs
-        full = evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
+        # all rows on every worker, which keeps those that it needs
+        on_all_rows = evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
-        return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(full, kinds, shapes, strict=True)]
+        return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(on_all_rows, kinds, shapes, strict=True)]
 
     def _over_rows(self, one: Any, value: Held) -> Any:
-        """The largest or smallest over the rows of all workers; of equal ones each gets an equal part of the gradient, as in JAX."""
-        axes, how = one.params["axes"], OVER_ROWS[one.primitive.name]
+        """Return the largest, or smallest, over the rows of all workers; equal ones get equal parts of the gradient, as in JAX."""
+        dims, axes, largest = tuple(one.params["axes"]), self.place.axes, OVER_ROWS[one.primitive.name] == "max"
+
+        def reduced(x: jax.Array) -> jax.Array:
+            return collectives.maximum(x.max(dims), axes) if largest else collectives.minimum(x.min(dims), axes)
+
         if value.array.dtype == jnp.bool_:
-            return self._over_rows_of_numbers(value.array.astype(jnp.int32), axes, how) > 0
-        return self._over_rows_of_numbers(value.array, axes, how)
-
-    def _over_rows_of_numbers(self, array: jax.Array, axes: Sequence[int], how: str) -> jax.Array:
-        sign, names = (1 if how == "max" else -1), self.axes
-
-        def largest(x: jax.Array) -> jax.Array:
-            return collectives.maximum((sign * x).max(tuple(axes)), names) * sign
-
-        if not jnp.issubdtype(array.dtype, jnp.inexact):
-            return largest(array)
-
-        @jax.custom_jvp
-        def over_rows(x: jax.Array) -> jax.Array:
-            return largest(x)
+            return reduced(value.array.astype(jnp.int32)) > 0
+        if not jnp.issubdtype(value.array.dtype, jnp.inexact):
+            return reduced(value.array)
+        over_rows = jax.custom_jvp(reduced)  # JAX has no derivative of a maximum over devices
 
         @over_rows.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple:
-            found = over_rows(primals[0])
-            equal = (primals[0] == jnp.expand_dims(found, tuple(axes))).astype(primals[0].dtype)
-            sums = [collectives.all_reduce(x.sum(tuple(axes)), names) for x in (equal * tangents[0], equal)]
+            (x,), (tangent,) = primals, tangents
+            found = over_rows(x)
+            equal = (x == jnp.expand_dims(found, dims)).astype(x.dtype)
+            sums = [collectives.all_reduce(terms.sum(dims), axes) for terms in (equal * tangent, equal)]
             return found, sums[0] / sums[1]
 
-        return over_rows(array)
+        return over_rows(value.array)
 
     # functions of functions ---------------------------------------------------------------------------------------------------------------
 
     def call(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """A function that is called once; one that is recomputed is recomputed here, too."""
-        if one.primitive.name not in ("remat", "remat2", "checkpoint"):
+        """Return the outputs of a function that is called once; one that is recomputed is recomputed here, too."""
+        if one.primitive.name not in ("remat", "remat2", "checkpoint") or self.record is not None:  # arrays in it are gone outside
             return super().call(one, other, values)
         kinds: list[Held] = []
 
@@ -258,7 +259,7 @@ class Compute(Walk):
         return [held._replace(array=array) for held, array in zip(kinds, arrays, strict=True)]
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """A mixture of experts; what it returns as means over its own tokens are parts of those over all."""
+        """Return the outputs of a mixture of experts; its means over its own tokens are parts of those over all."""
         held = super().routed(one, other, values)
         if self.here != self.others:
             raise Unreadable("a mixture of experts routes the tokens of one row alone")
@@ -267,8 +268,8 @@ class Compute(Walk):
         return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
 
     def of_jax(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """One of JAX's own functions with a derivative of its own, which it keeps where workers share nothing in it."""
-        reader = self.only_reading
+        """Return the outputs of a function of JAX, which keeps its derivative if workers share nothing in it."""
+        reader = Walk(self.rows, self.others)
         found = Walk.of_jax(reader, one, other, [value._replace(array=None) for value in values])
         local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
@@ -279,7 +280,7 @@ class Compute(Walk):
         return [held._replace(array=array) for held, array in zip(found, arrays, strict=True)]
 
     def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Shared]) -> list[Held]:
-        """What a scan returns, whose body keeps what it carries of these kinds, and returns others."""
+        """Return the outputs of a scan whose body carries these kinds, and returns others."""
         held = super().looped(one, other, values, carry, ys, shares)
         (consts, carried), bodies = scanned(one.params), (one.params["jaxpr"], other.params["jaxpr"])
         reader = dataclasses.replace(self, shares=[])  # the loop's are in `shares`
@@ -306,7 +307,7 @@ class Compute(Walk):
         return [each._replace(array=array) for each, array in zip(held, [*last, *stacked], strict=True)]
 
     def chosen(self, one: Any, other: Any, index: Held, inputs: list[Held], kinds: list[Held]) -> list[Held]:
-        """What branches return, which agree on these kinds."""
+        """Return the outputs of branches that agree on these kinds."""
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
 
         def branch(pair: tuple[Any, Any]) -> Callable[..., list[Any]]:
@@ -327,7 +328,7 @@ def _shape(var: Any) -> Shape:
 
 
 def _shape_of(sizes: Compute, kind: Kind, full: Shape, part: Shape) -> Shape:
-    """The shape that a worker's array of a value has, whose shapes in the two traces are `full` and `part`."""
+    """Return the shape of a worker's array of a value, whose shapes in the two traces are `full` and `part`."""
     if isinstance(kind, PerRow):
         return (*full[: kind.dim], full[kind.dim] // sizes.rows * sizes.here, *full[kind.dim + 1 :])
     sized = {dim for dim, (a, b) in enumerate(zip(full, part, strict=True)) if a != b}
@@ -335,12 +336,10 @@ def _shape_of(sizes: Compute, kind: Kind, full: Shape, part: Shape) -> Shape:
 
 
 def _narrowed(array: Any, full: Shape, wanted: Shape) -> Any:
-    """The first entries of an array, along dims where all entries are equal."""
+    """Return the first entries of an array, along dims where all entries are equal."""
     for dim, (size, few) in enumerate(zip(full, wanted, strict=True)):
-        if size > few:
+        if size != few:
             array = lax.slice_in_dim(array, 0, few, axis=dim)
-        elif size < few:  # a part that is larger than the full batch: two traces of which the second has more rows
-            raise AssertionError("a worker has no more rows than a batch")
     return array
 
 
@@ -352,7 +351,7 @@ def _gather(array: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
-    """The dim of an operand that is summed, or paired, with the rows of the other one, by the number of the operand."""
+    """Return the dim of an operand that is summed, or paired, with the rows of the other one, by the number of the operand."""
     contracted, batched = one.params["dimension_numbers"]
     found = {}
     for side, value in enumerate(values):
@@ -367,22 +366,21 @@ def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
 def _sliced(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
     starts, strides = one.params["start_indices"], one.params["strides"]
     kept = [size == _shape(one.outvars[0])[dim] for dim, size in enumerate(_shape(one.invars[0]))]
-    limits = [n if full else limit for full, n, limit in zip(kept, arrays[0].shape, one.params["limit_indices"], strict=True)]
+    limits = [n if all_of_it else limit for all_of_it, n, limit in zip(kept, arrays[0].shape, one.params["limit_indices"], strict=True)]
     return {"start_indices": starts, "strides": strides, "limit_indices": tuple(limits)}
 
 
 def _taken(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
     full, sizes = _shape(one.invars[0]), one.params["slice_sizes"]
-    return {"slice_sizes": tuple(n if size == full else size for size, full, n in zip(sizes, full, arrays[0].shape, strict=True))}
+    return {"slice_sizes": tuple(n if size == most else size for size, most, n in zip(sizes, full, arrays[0].shape, strict=True))}
 
 
 def _same(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
     return {}
 
 
-RESIZED: dict[
-    str, Callable[..., dict[str, Any]]
-] = {  # how parameters of an equation follow from the shapes of its inputs and of its result
+# Parameters of an equation, from its inputs and the shape of its result.
+RESIZED: dict[str, Callable[..., dict[str, Any]]] = {
     "broadcast_in_dim": lambda one, arrays, wanted: {"shape": wanted},
     "reshape": lambda one, arrays, wanted: {"new_sizes": wanted},
     "slice": _sliced,

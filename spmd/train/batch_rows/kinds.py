@@ -1,4 +1,4 @@
-"""What can be known of an array while a traced loss is read: where its rows are, and how elementwise functions keep that."""
+"""The kinds of arrays in a traced loss: where their rows are, and how elementwise functions keep that."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ Power = int | None
 class PerRow:
     """Dim `dim` is [..., rows, inner] flattened, and each worker holds the entries of its own rows.
 
-    `power`: the loss as a worker computes it alone, on its own rows, has here (rows of the batch / rows of the worker) ** -power times
-    what the full batch has; None: something else. `columns`: of an index, places in the last dim that hold the number of the row.
+    `power`: a worker that calls the loss on its own rows has here (rows of the batch / rows of the worker) ** -power times what the full
+    batch has; None: something else. `columns`: of an index, places in the last dim that hold the number of the row.
     """
 
     dim: int
@@ -52,13 +52,13 @@ KEY = Fixed(key=True)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How many rows the two traces have: that of the full batch, and that of a part."""
+    """The numbers of rows of the two traces: of the full batch, and of a part."""
 
     rows: int
     others: int
 
     def growth(self, first: float, second: float) -> Power:
-        """The power of the number of rows by which two numbers differ; None when it is none of -1, 0 and 1."""
+        """Return the power of the number of rows by which two numbers differ; None if it is not -1, 0 or 1."""
         if first == second or (first != first and second != second):
             return 0
         ratio = self.rows / self.others
@@ -69,9 +69,9 @@ class Sizes:
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj copy copy_p cos cosh "
     "convert_element_type digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min mul ne neg nextafter not or polygamma pow population_count real reduce_precision regularized_incomplete_"
-    "beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square "
-    "stop_gradient sub tan tanh name xor".split()
+    "log log1p logistic lt max min mul ne neg nextafter not or polygamma pow population_count real reduce_precision "
+    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign "
+    "sin sinh sqrt square stop_gradient sub tan tanh name xor".split()
 )
 SCALING = frozenset(
     "neg abs copy copy_p convert_element_type reduce_precision stop_gradient sharding_constraint name".split()
@@ -82,22 +82,22 @@ COMPARED = frozenset("eq ne lt le gt ge".split())  # of two values of the same p
 
 
 def total(*powers: Power) -> Power:
-    """The power of a product."""
+    """Return the power of a product."""
     return None if None in powers else sum(power for power in powers if power is not None)
 
 
 def quotient(first: Power, second: Power) -> Power:
-    """The power of a quotient."""
+    """Return the power of a quotient."""
     return None if first is None or second is None else first - second
 
 
-def same_power(value: Any, power: Power) -> Any:
-    """The kind with another power."""
+def with_power(value: Any, power: Power) -> Any:
+    """Return the kind with another power."""
     return dataclasses.replace(value, power=power)
 
 
 def elementwise(name: str, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Of operands of one shape, of which some may be scalars; None: workers have to share something first."""
+    """Return the kind of an elementwise result of operands of one shape, or scalars; None if workers have to share something first."""
     shape = one.outvars[0].aval.shape
     if one.params.get("y") != other.params.get("y") or (name == "bitcast_convert_type" and shape != one.invars[0].aval.shape):
         return None
@@ -125,7 +125,7 @@ def elementwise(name: str, one: Any, other: Any, values: list[Kind]) -> Kind | N
 
 
 def _number(name: str, one: Any, values: list[Any]) -> int | None:
-    """The dim along which an elementwise result is the number of an entry, modulo the size of the dim."""
+    """Return the dim along which an elementwise result is the number of an entry, modulo the size of the dim."""
     numbers = [value.number for value in values]
     if name == "convert_element_type" or (name == "select_n" and numbers[1:] == [numbers[1]] * len(values[1:])):
         return numbers[-1]
@@ -136,7 +136,7 @@ def _number(name: str, one: Any, values: list[Any]) -> int | None:
 
 
 def _summed(name: str, one: Any, values: list[Kind]) -> Kind | None:
-    """Only what is linear keeps a sum over rows one; to it something that is the same everywhere may be added."""
+    """Return the kind of an elementwise result of sums over rows: a sum, if the function is linear in them."""
     if name in LINEAR:
         return values[0] if jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating) else None
     kinds, powers = [type(value) for value in values], [value.power for value in values]
@@ -152,14 +152,14 @@ def _summed(name: str, one: Any, values: list[Kind]) -> Kind | None:
 
 
 def _uniform(value: Fixed, own: tuple, shape: tuple) -> frozenset[int]:
-    """Dims of `shape` along which this operand is the same."""
+    """Return the dims of `shape` along which this operand is the same."""
     if not own:
         return frozenset(range(len(shape)))
     return value.uniform | {dim for dim, size in enumerate(own) if size == 1}
 
 
 def _power(name: str, values: list[Kind], literals: list[Any]) -> Power:
-    """The power of an elementwise result; None where it is not one power of the number of rows."""
+    """Return the power of an elementwise result; None if it is not one power of the number of rows."""
     powers = [value.power for value in values]
     if name == "mul" and 0 in [literal for literal in literals if literal is not None]:
         return 0
@@ -182,7 +182,7 @@ def _power(name: str, values: list[Kind], literals: list[Any]) -> Power:
 
 
 def stacked(kind: Kind) -> Kind:
-    """The kind of an array of arrays of a kind, along a new dim in front."""
+    """Return the kind of an array of arrays of a kind, along a new dim in front."""
     if isinstance(kind, PerRow):
         return dataclasses.replace(kind, dim=kind.dim + 1)
     if isinstance(kind, Fixed):
@@ -191,7 +191,7 @@ def stacked(kind: Kind) -> Kind:
 
 
 def entry(kind: Kind) -> Kind:
-    """The kind of an entry along dim 0, which has no rows."""
+    """Return the kind of an entry along dim 0, which has no rows."""
     if isinstance(kind, PerRow):
         return dataclasses.replace(kind, dim=kind.dim - 1)
     if isinstance(kind, Fixed):
@@ -200,7 +200,7 @@ def entry(kind: Kind) -> Kind:
 
 
 def joined(a: Kind | None, b: Kind | None) -> Kind | None:
-    """What both can be made; None: workers have to share something first."""
+    """Return the kind that both can become; None if workers have to share something first."""
     if a == b or a is None or b is None:
         return a if a == b else None
     power = a.power if a.power == b.power else None
@@ -209,9 +209,9 @@ def joined(a: Kind | None, b: Kind | None) -> Kind | None:
     if isinstance(a, Fixed):
         a, b = b, a
     if isinstance(a, PerRow) and isinstance(b, Fixed):
-        return same_power(a, power if a.dim in b.uniform else None)
+        return with_power(a, power if a.dim in b.uniform else None)
     if isinstance(a, Summed) and isinstance(b, Fixed):
         return Summed(-1 if (a.power, b.power) == (-1, 0) else None)
     if isinstance(a, PerRow) and isinstance(b, PerRow):
-        return same_power(a, power) if (a.dim, a.inner) == (b.dim, b.inner) else None
+        return with_power(a, power) if (a.dim, a.inner) == (b.dim, b.inner) else None
     return Summed(power) if isinstance(a, Summed) and isinstance(b, Summed) else None

@@ -1,7 +1,7 @@
-"""Whether workers that call a loss on their own rows train with that of the full batch; and that loss, where they do not."""
+"""The loss of the full batch in a step that sees rows in parts: whether workers get it alone, and how it is computed if they do not."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from spmd.nn.layer_stack import split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, parallel_scope
 from spmd.tracebacks import users_line
 from spmd.train.activations import Seen
-from spmd.train.batch_rows.compute import Compute
+from spmd.train.batch_rows.compute import Compute, Place
 from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, PerRow, Summed
 from spmd.train.batch_rows.walk import Held, Shared, Unreadable, is_mean, read_loss
 from spmd.train.model_setup import PlacedModel
@@ -23,14 +23,13 @@ from spmd.train.objective import LEAKS, Objective
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract, format_bytes
-from spmd.wire import collectives
 
 WORKERS = "workers"  # stands for the axes over which layers average their statistics, while a loss is read
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Into how many parts a step splits a batch before the loss sees them.
+    """The numbers of parts into which a step splits a batch before the loss sees them.
 
     `workers` at positions of their own; at each position `simulated` workers one after the other; of each `microbatches`; and of these the
     microbatches of a 1f1b pipeline (`ticks`: there are any).
@@ -43,17 +42,17 @@ class Parts:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one part."""
+        """Return whether there is more than one part."""
         return self.ticks or self.count > 1
 
     @property
     def count(self) -> int:
-        """How many parts a batch has, before a 1f1b pipeline splits them."""
+        """Return the number of parts of a batch, before a 1f1b pipeline splits them."""
         return self.workers * self.simulated * self.microbatches
 
     @property
     def of_position(self) -> bool:
-        """Whether one position sees its rows in parts, one after the other."""
+        """Return whether one position of the mesh sees its rows in parts, one after the other."""
         return self.ticks or self.simulated * self.microbatches > 1
 
     def __str__(self) -> str:
@@ -65,13 +64,13 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a traced loss says of the rows of a batch.
+    """The result of reading a traced loss.
 
     Attributes:
-      mean: whether workers alone have it: the mean over them is that of the batch, also of metrics and statistics.
-      shares: what workers share where they have not.
+      mean: whether workers that call it on their own rows get the right mean, of metrics and statistics, too.
+      shares: what they share if they do not.
       problem: why it cannot be read; "" where it can.
-      statistics: whether workers have the statistics alone.
+      statistics: whether the mean of the workers' statistics is right.
     """
 
     mean: bool
@@ -81,16 +80,11 @@ class Reading:
 
     @property
     def trained(self) -> list[Shared]:
-        """What depends on what is trained, so on all rows at once."""
+        """Return the shares that depend on the weights, and so on all rows at once."""
         return [share for share in self.shares if share.trained]
 
-    @property
-    def limit(self) -> tuple[bool, int]:
-        """Whether anything that is shared depends on what is trained, and the bytes of rows that are shared."""
-        return bool(self.trained), sum(share.bytes for share in self.shares if share.how == "rows")
-
     def note(self) -> str:
-        """A line on what is shared."""
+        """Return a line on what is shared."""
         if not self.shares:
             return "the loss is that of the full batch: numbers of rows, and of random draws, are those of the batch on each worker."
         sizes = format_bytes(sum(share.bytes for share in self.shares))
@@ -102,7 +96,7 @@ class Reading:
 
 
 def describe(share: Shared) -> str:
-    """What is shared, and the line that needs it."""
+    """Return what is shared, and the line that needs it."""
     traceback = share.equation.source_info.traceback
     line = users_line((frame.file_name, frame.line_num) for frame in (traceback.frames if traceback else ()))
     what = {"rows": "rows", "sum": "a sum over rows", "max": "a maximum over rows", "min": "a minimum over rows"}[share.how]
@@ -129,15 +123,19 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     if reading.problem:
         raise LossError(f"the loss is not known to be a mean over rows, and {seen}: {reading.problem}", fix=fix)
     if parts.ticks:
-        raise LossError(f"the loss is no mean over rows, and {seen}.", fix=fix)
+        raise LossError(f"the loss is not a mean over rows, and {seen}.", fix=fix)
     if parts.of_position and reading.trained:
         why = f"the loss joins rows with {describe(reading.trained[0])}, which depends on the weights, and {seen}, one after the other."
+        raise LossError(why, fix=fix)
+    nested = next((share for share in reading.shares if share.nested), None)
+    if parts.of_position and nested is not None:
+        why = f"the loss joins rows with {describe(nested)}, in a loop or a branch, and {seen}, one after the other."
         raise LossError(why, fix=fix)
     if alone and reading.trained:
         why = f"the loss joins rows with {describe(reading.trained[0])}, and under {source} workers have weights of their own."
         raise LossError(why, fix=fix)
     if parts.of_position and not reading.statistics:
-        why = f"the model keeps statistics that are no mean over rows, and {seen}, one after the other."
+        why = f"the model keeps statistics that are not means over rows, and {seen}, one after the other."
         raise ModelError(why, fix=" and ".join(changes) + ".")
 
 
@@ -182,7 +180,7 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
 
 
 def _held(variables: Variables, sample: Tree, changing: bool) -> list[Held]:
-    """Of every array that a loss is traced on: `Variables`, a batch, a key."""
+    """Return the inputs of a traced loss: the arrays of `Variables`, of a batch, and a key."""
     kinds = dataclasses.replace(
         variables,
         params=jax.tree.map(lambda _: Held(Fixed(), True), variables.params),
@@ -195,13 +193,13 @@ def _held(variables: Variables, sample: Tree, changing: bool) -> list[Held]:
 
 
 def _is_mean(output: Any) -> bool:
-    """Whether a loss or metric, of which each array is (kind, shape, dtype), is one of which parts have means."""
+    """Return whether the mean of a loss or metric over parts is right. Each of its arrays is (kind, shape, dtype)."""
     leaves = jax.tree.leaves(output, is_leaf=_is_output)
     return is_mean([kind for kind, _, _ in leaves], leaves[0][1])
 
 
 def _is_same(output: Any) -> bool:
-    """Whether a statistic, as (kind, shape, dtype), is the same on all workers, or their mean is that of the batch."""
+    """Return whether a statistic, as (kind, shape, dtype), is the same on all workers, or their mean is right."""
     kind, _, dtype = output
     return (isinstance(kind, Fixed) and kind.power == 0) or (kind == Summed(-1) and jnp.issubdtype(dtype, jnp.floating))
 
@@ -213,34 +211,26 @@ def _is_output(leaf: Any) -> bool:
 # the loss of the full batch -------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Which rows of the batch are here, and what their worker knows of the others; see `Compute`. `limit` is that of the `Reading`."""
-
-    limit: tuple[bool, int]
-    axes: tuple[str, ...]
-    workers: int
-    worker: Any
-    microbatches: int = 1
-    microbatch: Any = 0
-    known: Any = None
-
-
 def full_batch_loss(
     function: Callable[[Variables, Tree, Any], tuple[Any, dict[str, Any], Tree, Any]],
     variables: Variables,
     batch: Tree,
     key: Any,
     place: Place,
+    shares: tuple[Shared, ...],
 ) -> tuple[Any, dict[str, Any], Tree, Any]:
-    """A function's loss, metrics, statistics, and one more output, as of all rows of the batch.
+    """Return a function's loss, metrics, statistics, and one more output, for all rows of the batch.
 
-    Loss and metrics are such that their mean over parts is what the batch has; statistics are those of the batch, on every worker.
+    The mean over parts of the loss and of metrics is that of the batch; statistics are those of the batch, on every worker.
 
     Args:
-      function: as it is called on rows, without names of axes: it returns a value, metrics by name, statistics, and something or None.
+      function: takes variables, rows and a key, and returns a value, metrics by name, statistics, and something or None.
+      shares: what the reading found: a layout's own functions may not share more.
+
+    Raises:
+      LossError: they would, or the two traces do not correspond.
     """
-    compute, outputs, shapes = _computed(function, variables, batch, key, place, record=None)
+    compute, outputs, shapes = _computed(function, variables, batch, key, place, shares)
     value, extra, stats, more = outputs
     value = _as_means(value, shapes[0], compute)
     extra = {name: _as_means(metric, shapes[1][name], compute) for name, metric in extra.items()}
@@ -248,16 +238,16 @@ def full_batch_loss(
 
 
 def shared_arrays(
-    function: Callable[[Variables, Tree, Any], Any], variables: Variables, batch: Tree, key: Any, place: Place
+    function: Callable[[Variables, Tree, Any], Any], variables: Variables, batch: Tree, key: Any, place: Place, shares: tuple[Shared, ...]
 ) -> list[jax.Array]:
-    """What all rows of a batch share, in the order in which `full_batch_loss` needs it, from the rows of one position.
+    """Return the arrays that all rows of a batch share, in the order in which `full_batch_loss` needs them, from the rows of one position.
 
-    Nothing of it depends on what is trained, so nothing of the model is computed.
+    None of them depends on the weights, so the model is not computed.
     """
 
     def run(variables: Variables, batch: Tree, key: Any) -> list[jax.Array]:
         record: list[jax.Array] = []
-        _computed(function, variables, batch, key, place, record=record)
+        _computed(function, variables, batch, key, place, shares, record)
         return record
 
     closed = jax.make_jaxpr(run)(variables, batch, key)
@@ -266,13 +256,17 @@ def shared_arrays(
 
 
 def _computed(
-    function: Callable[..., Any], variables: Variables, batch: Tree, key: Any, place: Place, record: list[Any] | None
+    function: Callable[..., Any],
+    variables: Variables,
+    batch: Tree,
+    key: Any,
+    place: Place,
+    shares: tuple[Shared, ...],
+    record: list[Any] | None = None,
 ) -> tuple[Compute, Any, Any]:
-    """What a function returns, as trees of `Held`, and of shapes."""
+    """Return the outputs of a function, as trees of `Held`, and of shapes."""
     here = jax.tree.leaves(batch)[0].shape[0]
     rows = here * place.workers * place.microbatches
-    if record is not None:  # all rows of this position are here
-        rows = here * collectives.worker_count(place.axes)
 
     def trace(rows: int) -> Any:
         sized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
@@ -281,38 +275,40 @@ def _computed(
     first, shapes = trace(rows)
     arrays = jax.tree.leaves((variables, batch, key))
     given = [held._replace(array=x) for held, x in zip(_held(variables, batch, changing=False), arrays, strict=True)]
-    workers = place.workers if record is None else rows // here
-    for traced in (here, 2) if here == 1 else (here,):  # for dims of size 1 JAX may do something else
+    problem = ""
+    for traced in (1, 2) if here == 1 else (here,):  # for dims of size 1 JAX may do something else
         known: Iterator[Any] | None = None if place.known is None else iter(place.known)
-        numbers = (workers, place.worker, place.microbatches, place.microbatch)
-        compute = Compute(rows, traced, [], False, here, place.axes, *numbers, known=known, record=record)
+        compute = Compute(rows, traced, here=here, place=place, known=known, record=record)
         try:
             found = compute.closed(first, trace(traced)[0], given)
-            _check_shares(compute.shares, place.limit)
-            return compute, jax.tree.unflatten(jax.tree.structure(shapes), found), shapes
         except Unreadable as error:
             problem = str(error)
             if record is not None:
                 record.clear()
+            continue
+        _check_shares(compute.shares, shares)
+        return compute, jax.tree.unflatten(jax.tree.structure(shapes), found), shapes
     raise LossError(f"the loss cannot be computed on {here} of {rows} rows: {problem}", fix=COMPILER)
 
 
-def _check_shares(shares: list[Shared], limit: tuple[bool, int]) -> None:
+def _check_shares(shares: Sequence[Shared], expected: Sequence[Shared]) -> None:
     """Check that a layout's own functions, such as those of a pipeline, do not make workers share more than the loss does.
 
     Raises:
       LossError: they do.
     """
-    trained, sizes = limit
-    found = sum(share.bytes for share in shares if share.how == "rows")
-    more = next((share for share in shares if share.trained and not trained), None)
-    if more is None and found > sizes:
-        more = max((share for share in shares if share.how == "rows"), key=lambda share: share.bytes)
-    if more is not None:
-        why = f"under this layout workers would share {describe(more)}, {format_bytes(more.bytes)}, for a loss that joins rows."
-        raise LossError(
-            why, fix="a loss that returns (sum, count), or one value per row; or a layout without pipelines and layers that gather."
-        )
+
+    def of_rows(shares: Sequence[Shared]) -> list[Shared]:
+        return [share for share in shares if share.how == "rows"]
+
+    more = [share for share in shares if share.trained] if not any(share.trained for share in expected) else []
+    if sum(share.bytes for share in of_rows(shares)) > sum(share.bytes for share in of_rows(expected)):
+        more += of_rows(shares)
+    if more:
+        largest = max(more, key=lambda share: share.bytes)
+        why = f"under this layout workers would share {describe(largest)}, {format_bytes(largest.bytes)}, for a loss that joins rows."
+        fix = "a loss that returns (sum, count), or one value per row; or a layout without pipelines, and without layers that gather."
+        raise LossError(why, fix=fix)
 
 
 COMPILER = 'a larger batch; [gradients] reduction = "compiler", which sees all rows at once; or a loss with one value per row.'
@@ -327,7 +323,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
-    """A loss or metric of the full batch, as parts of it have it whose mean, or whose sum of pairs, is that of the batch."""
+    """Return the part of a loss or metric; the mean over parts, or the sum of pairs, is that of the batch."""
     leaves = jax.tree.leaves(output, is_leaf=_is_held)
     full = [tuple(leaf.shape) for leaf in jax.tree.leaves(shapes)]
     pair = len(leaves) == 2
@@ -344,7 +340,7 @@ def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
 
 
 def _everywhere(held: Held, compute: Compute) -> Any:
-    """A statistic of the full batch."""
+    """Return a statistic of the full batch."""
     if isinstance(held.kind, PerRow):
         raise ModelError("a statistic of the model has an entry for each row of the batch.", fix="a sum or a mean over the rows.")
     shape = jnp.shape(held.array)

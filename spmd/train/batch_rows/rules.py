@@ -1,4 +1,4 @@
-"""What becomes of the rows of a batch in each of JAX's primitives: the rules by which `spmd.train.batch_rows.walk` reads a traced loss.
+"""The rules for JAX's primitives by which `spmd.train.batch_rows.walk` reads a traced loss.
 
 A rule takes the sizes of the two traces, the equation in each, and what is known of its inputs. None: the workers have to share something
 first, and then the rule is asked again.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Sizes, Summed, joined, same_power, total
+from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Sizes, Summed, joined, total, with_power
 
 OVER_ROWS = {"reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}  # what workers can find together
 
@@ -53,7 +53,7 @@ def _broadcast(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind |
 
 
 def _renumbered(value: Kind | None, kept: Sequence[int]) -> Kind | None:
-    """Of an array whose dims are now those numbers of the old ones."""
+    """Return the kind of an array whose dims are now those numbers of the old ones."""
     if isinstance(value, PerRow):
         return dataclasses.replace(value, dim=list(kept).index(value.dim)) if value.dim in kept else None
     if isinstance(value, Fixed):
@@ -93,10 +93,10 @@ def _reduce(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
         return found
     if name == "reduce_sum" and isinstance(value, Fixed):
         grown = [sizes.growth(a[dim], b[dim]) for dim in axes if a[dim] != b[dim]]
-        return same_power(found, total(value.power, *grown) if value.uniform.issuperset(_sized(a, b)) else None)
+        return with_power(found, total(value.power, *grown) if value.uniform.issuperset(_sized(a, b)) else None)
     keeps = name in ("reduce_sum", "reduce_max", "reduce_min") or (value.power == 0 and name not in ("reduce_prod", "reduce_xor"))
     same = not isinstance(value, Fixed) or value.uniform.issuperset(_sized(a, b))
-    return same_power(found, value.power if keeps and same else None)
+    return with_power(found, value.power if keeps and same else None)
 
 
 def _sized(a: Sequence[int], b: Sequence[int]) -> set[int]:
@@ -105,7 +105,7 @@ def _sized(a: Sequence[int], b: Sequence[int]) -> set[int]:
 
 
 def _concatenate(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Of columns of an index, some may be the numbers of the rows: they are the same on rows of a worker, counted from its first one."""
+    """Return the kind of an index, some columns of which may be the numbers of the rows; a worker counts them from its first row."""
     axis, last = one.params["dimension"], one.outvars[0].aval.ndim - 1
     single = axis == last and all(var.aval.shape[axis] == 1 for var in one.invars)
     sized = _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
@@ -129,16 +129,16 @@ def _row_dims(value: Kind) -> set[int]:
 
 
 def _along(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """What works along one dim, such as a cumulative sum: any but the rows'."""
+    """Return the kind of what works along one dim, such as a cumulative sum: any but the rows'."""
     del other
     dim = next(one.params[key] for key in ("axis", "dimension") if key in one.params)
     found = _aside(sizes, one, {int(each) for each in np.atleast_1d(dim)}, values)
     scales = one.primitive.name not in ("cumprod", "cumlogsumexp")
-    return found if found is None or scales or not found.power else same_power(found, None)
+    return found if found is None or scales or not found.power else with_power(found, None)
 
 
 def _aside(sizes: Sizes, one: Any, touched: set[int], values: list[Kind]) -> Kind | None:
-    """Of operands with the same dims, of which those in `touched` are mixed or resized; the others correspond."""
+    """Return the kind of a function of operands with the same dims, of which those in `touched` are mixed or resized."""
     del sizes
     if one.primitive.name in ("concatenate", "split") and isinstance(values[0], Summed) and len(set(values)) == 1:
         return values[0]
@@ -169,7 +169,7 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     if isinstance(kept, Summed):
         return kept if one.primitive.name == "slice" else None
     if any(value.power != 0 for value in values[1:]) or _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept):
-        kept = same_power(kept, None)
+        kept = with_power(kept, None)
     if isinstance(kept, PerRow):
         return None if kept.dim in touched else kept
     # of a slice the uniform dims stay so; of what is padded or seen in windows, those that are not touched
@@ -328,7 +328,7 @@ def _bits(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None
 
 
 def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Whether a draw that is none of rows has their number, so that workers alone take it for theirs."""
+    """Return whether a draw for all rows has as many entries as a worker has rows, so that `spmd.rng` takes it for its rows."""
     return bool(shape) and shape[0] % sizes.others == 0
 
 
@@ -349,7 +349,7 @@ def _along_keys(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind 
         found = joined(found, value) if found is not None else None
     if isinstance(found, PerRow):
         aval = one.outvars[0].aval
-        return same_power(found, None) if found.dim < aval.ndim - (one.primitive.name == "random_unwrap") else None
+        return with_power(found, None) if found.dim < aval.ndim - (one.primitive.name == "random_unwrap") else None
     if isinstance(found, Fixed):
         key = any(isinstance(value, Fixed) and value.key for value in values)
         return Fixed(power=found.power if one.outvars[0].aval.shape == other.outvars[0].aval.shape else None, key=key)

@@ -1,12 +1,12 @@
-"""Reads a traced loss: what every value is of the rows of the batch, and what workers that hold parts of it have to share.
+"""Read a traced loss: where the rows of the batch are in every value, and what workers that hold parts of it have to share.
 
 The loss is traced for two numbers of rows, those of the batch and those of a part, and both jaxprs are read side by side. Each value is
 `PerRow` (each worker has the entries of its own rows), `Fixed` (the same on every worker), or `Summed` (a sum over rows, of which each
-worker has a part). Where an equation needs more of a value than workers have, they share it: a sum over workers, or, where nothing is known
-of the equation, all rows. So what is read is, at every point, the loss of the full batch.
+worker has a part). Where an equation needs more of a value than workers have, they share it: a sum over workers, or, if there is no rule
+for the equation, all rows. So the loss that is read is, at every point, that of the full batch.
 
 Two traces, because in one `loss.sum() / len(x)` and `loss.sum() / 64` look the same. The difference between the two shows with which power
-of the number of rows a value grows, so whether a worker that calls the loss on its own rows has the same alone.
+of the number of rows a value grows, and so whether a worker that calls the loss on its own rows gets the right value.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from spmd.jaxpr import scanned
 from spmd.nn import scoring
 from spmd.nn.moe import ROUTES
 from spmd.train import chunked_cross_entropy
-from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Sizes, Summed, elementwise, entry, joined, same_power, stacked
+from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Sizes, Summed, elementwise, entry, joined, stacked, with_power
 from spmd.train.batch_rows.rules import OVER_ROWS, RULES
 
 MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object in both traces, to be compared by value
@@ -33,11 +33,12 @@ CHUNKED = chunked_cross_entropy.__file__
 ATTENTION = scoring.__file__
 SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
 NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+ROUNDS = 6  # of a loop, until the kinds that it carries stay
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 class Held(NamedTuple):
-    """What a variable of the loss is on a worker.
+    """A variable of the loss, as a worker has it.
 
     Attributes:
       kind: of the value.
@@ -56,14 +57,16 @@ class Shared(NamedTuple):
     Attributes:
       how: "sum", "max", "min" or "rows".
       trained: whether it depends on what is trained.
-      bytes: of the array, as every worker has it then.
-      equation: that needs it.
+      bytes: the size of the array that every worker then has.
+      equation: the one that needs it.
+      nested: whether it is needed in the body of a loop or in a branch.
     """
 
     how: str
     trained: bool
     bytes: int
     equation: Any
+    nested: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Walk(Sizes):
     # jaxprs -------------------------------------------------------------------------------------------------------------------------------
 
     def jaxpr(self, first: Any, second: Any, given: Sequence[Held], consts: Sequence[Held]) -> list[Held]:
-        """What a jaxpr returns for these values."""
+        """Return the outputs of a jaxpr for these inputs."""
         names = [[equation.primitive.name for equation in jaxpr.eqns] for jaxpr in (first, second)]
         if names[0] != names[1]:
             raise Unreadable("it does something else on few rows than on many")
@@ -94,7 +97,7 @@ class Walk(Sizes):
         return [read(a, b) for a, b in zip(first.outvars, second.outvars, strict=True)]
 
     def closed(self, first: Any, second: Any, given: Sequence[Held]) -> list[Held]:
-        """`jaxpr` of a closed one, or of one without constants."""
+        """Return the outputs of a closed jaxpr, or of one without constants."""
         if not hasattr(first, "consts"):
             return self.jaxpr(first, second, given, [])
         if len(first.consts) != len(second.consts):
@@ -103,11 +106,11 @@ class Walk(Sizes):
         return self.jaxpr(first.jaxpr, second.jaxpr, given, consts)
 
     def constant(self, first: Any, second: Any) -> Held:
-        """A captured array or a literal: the one of the full batch."""
+        """Return a captured array, or a literal, of the full batch."""
         return Held(self.kind_of_constant(first, second), array=first)
 
     def kind_of_constant(self, first: Any, second: Any) -> Kind:
-        """How a constant of one trace corresponds to that of the other."""
+        """Return the kind of a constant, from its values in the two traces."""
         if jax.dtypes.issubdtype(getattr(first, "dtype", np.dtype("float32")), jax.dtypes.extended):
             return Fixed(power=0 if first is second else None)
         if np.ndim(first):
@@ -117,7 +120,7 @@ class Walk(Sizes):
         return Fixed(power=self.growth(float(np.real(first)), float(np.real(second))))
 
     def checked(self, kind: Kind | None, one: Any, other: Any) -> Kind | None:
-        """The kind, if the shape of a result depends on the number of rows in no other way than it says."""
+        """Return the kind, if the shape of a result depends on the number of rows as the kind says; None if it does not."""
         a, b = getattr(one, "shape", None), getattr(other, "shape", None)
         if kind is None or a is None or b is None or len(a) != len(b):
             return None
@@ -125,16 +128,16 @@ class Walk(Sizes):
         if isinstance(kind, Summed):
             return None if sized else kind
         if isinstance(kind, Fixed):
-            return kind if sized <= kind.uniform | {kind.number} else same_power(kind, None)
+            return kind if sized <= kind.uniform | {kind.number} else with_power(kind, None)
         size, part = a[kind.dim], b[kind.dim]
         if size % (self.rows * kind.inner) or size * self.others != part * self.rows:
             return None
-        return kind if sized <= {kind.dim} else same_power(kind, None)
+        return kind if sized <= {kind.dim} else with_power(kind, None)
 
     # equations ----------------------------------------------------------------------------------------------------------------------------
 
     def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """What an equation returns."""
+        """Return the outputs of an equation."""
         name = one.primitive.name
         if name == "scan":
             return self.scan(one, other, values)
@@ -151,7 +154,7 @@ class Walk(Sizes):
         return self.operation(one, other, values)
 
     def operation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """What an equation without equations in it returns."""
+        """Return the outputs of an equation that has no rule of its own here."""
         results = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
         variables = list(zip(one.invars, other.invars, strict=True))
         for kinds in self.attempts(one, values):
@@ -163,7 +166,7 @@ class Walk(Sizes):
         raise Unreadable(f"its {one.primitive.name} has other dims on few rows than on many")
 
     def attempts(self, one: Any, values: list[Held]) -> Iterator[list[Kind]]:
-        """The kinds of an equation's inputs as they are, and then with more and more of them shared by all workers."""
+        """Yield the kinds of an equation's inputs as they are, and then with more and more of them shared by all workers."""
         kinds = [value.kind for value in values]
         yield kinds
 
@@ -183,26 +186,34 @@ class Walk(Sizes):
         yield shared(lambda number: not isinstance(kinds[number], Fixed))
 
     def kinds(self, one: Any, other: Any, values: list[Kind]) -> Sequence[Kind | None]:
-        """Of the results of an equation; None: workers have to share something first."""
-        name, none = one.primitive.name, [None] * len(one.outvars)
+        """Return the kinds of an equation's outputs; None for one that needs more than workers have."""
+        name = one.primitive.name
         if name == "optimization_barrier":
             return values
         if all(isinstance(value, Fixed) for value in values):
             return self.without_rows(one, other, values)
-        if name in OWN_GRADIENT:
-            if _defined_in(one) == CHUNKED:
-                return [_sum_over_tokens(values)]
-            if _defined_in(one) == ATTENTION and not any(var.aval.dtype == np.uint32 for var in one.invars):  # no random numbers
-                return [_attention_of_rows(values)]
-            return self.of_own_gradient(one, other, values) or none
+        if name not in OWN_GRADIENT:
+            return self.by_rule(one, other, values)
+        random = any(var.aval.dtype == np.uint32 or jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in one.invars)
+        if random or any(isinstance(value, Fixed) and value.key for value in values):  # rows would draw the same on every worker
+            return [None] * len(one.outvars)
+        if _defined_in(one) == CHUNKED:
+            return [_sum_over_tokens(values)]
+        if _defined_in(one) == ATTENTION:
+            return [_attention_of_rows(values)]
+        return self.of_own_gradient(one, other, values) or [None] * len(one.outvars)
+
+    def by_rule(self, one: Any, other: Any, values: list[Kind]) -> list[Kind | None]:
+        """Return the kinds of an equation's outputs by the rule for its primitive; None without one."""
+        name = one.primitive.name
         if name in ELEMENTWISE and len(one.outvars) == 1:
             return [elementwise(name, one, other, values)]
         if name in RULES and self.alike(one.params, other.params):
             return [RULES[name](self, one, other, values)] * len(one.outvars)
-        return none
+        return [None] * len(one.outvars)
 
     def of_own_gradient(self, one: Any, other: Any, values: list[Kind]) -> list[Kind] | None:
-        """Of a function with a derivative of its own, where neither it nor its gradients join rows; None where they may."""
+        """Return the kinds of the outputs of a function with a derivative of its own; None if it or its gradients may join rows."""
         floats = [number for number, var in enumerate(one.invars) if jax.numpy.issubdtype(var.aval.dtype, np.floating)]
         outputs = [self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
 
@@ -238,28 +249,22 @@ class Walk(Sizes):
         return None if reader.shares else results
 
     def by_shape(self, one: Any, other: Any) -> Kind | None:
-        """The kind of a result whose rows are where its shape depends on their number."""
+        """Return the kind of a result whose rows are along the dim that depends on their number."""
         sized = [dim for dim, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
         if len(sized) > 1 or (sized and one.shape[sized[0]] % self.rows):
             return None
         return PerRow(sized[0], one.shape[sized[0]] // self.rows) if sized else Fixed()
 
-    def without_rows(self, one: Any, other: Any, values: list[Kind]) -> Sequence[Kind]:
-        """Of what is the same on all workers, so are all results."""
-        name, alike = one.primitive.name, self.alike(one.params, other.params)
-        found: Sequence[Kind | None] = [None] * len(one.outvars)
-        if name in ELEMENTWISE and len(one.outvars) == 1:
-            found = [elementwise(name, one, other, values)]
-        elif name in RULES and alike:
-            found = [RULES[name](self, one, other, values)] * len(one.outvars)
+    def without_rows(self, one: Any, other: Any, values: list[Kind]) -> list[Kind]:
+        """Return the kinds of the outputs of an equation whose inputs are the same on all workers: so are they."""
         avals = [(a.aval, b.aval) for a, b in zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)]
-        still = alike and all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in avals)
-        power = 0 if still and not any(value.power is None or value.power for value in values) else None
-        other_kind = Fixed(power=power, key=any(isinstance(value, Fixed) and value.key for value in values))
-        return [other_kind if kind is None or isinstance(kind, Summed) else kind for kind in found]
+        still = all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in avals) and self.alike(one.params, other.params)
+        power = 0 if still and all(value.power == 0 for value in values) else None
+        unknown = Fixed(power=power, key=any(isinstance(value, Fixed) and value.key for value in values))
+        return [unknown if kind is None or isinstance(kind, Summed) else kind for kind in self.by_rule(one, other, values)]
 
     def alike(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-        """Whether an equation does the same in both traces, but for shapes; what it calls is compared as text, and by its constants."""
+        """Return whether an equation does the same in both traces, but for shapes; functions are compared as text, and by constants."""
 
         def same(a: Any, b: Any) -> bool:
             return a is b or str(a) == str(b)
@@ -273,22 +278,24 @@ class Walk(Sizes):
         )
 
     def call(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """A function that is called once."""
+        """Return the outputs of a function that is called once."""
         return self.closed(_inner(one), _inner(other), values)
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """A mixture of experts, which routes the tokens of each worker alone: outputs, how many tokens chose each
-        expert, and two means over tokens."""
+        """Return the outputs of a mixture of experts, in which each worker routes its own tokens.
+
+        They are the tokens, the number of tokens that chose each expert, and two means over tokens.
+        """
         tokens = values[0].kind
         kinds = [tokens, Summed(0 if tokens.power == 0 else None), Summed(-1), Summed(-1)]
         return [Held(kind, True) for kind in kinds]
 
     def of_jax(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """One of JAX's own functions with a derivative of its own, such as relu."""
+        """Return the outputs of a function of JAX that has a derivative of its own, such as relu."""
         return self.closed(_inner(one), _inner(other), values)
 
     def scan(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """A loop over some other dim than the rows; what it carries is looked at until it does not change."""
+        """Return the outputs of a loop over another dim than the rows; the kinds that it carries are followed until they stay."""
         consts, carried = scanned(one.params)
         xs = values[consts + carried :]
         along_rows = any(isinstance(value.kind, PerRow) and value.kind.dim == 0 for value in xs)
@@ -298,49 +305,51 @@ class Walk(Sizes):
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         entries = self.scan_entries(xs)
         kinds = [Held(value.kind, value.trained) for value in carry]
-        for _ in range(6):
+        for _ in range(ROUNDS):
             reader.shares.clear()
             found = reader.closed(one.params["jaxpr"], other.params["jaxpr"], [*_bare(fixed), *kinds, *entries])
             after = [_both(a, b) for a, b in zip(kinds, found[:carried], strict=True)]
             if after == kinds:
                 break
             kinds = after
+        else:
+            return self.operation(one, other, values)
         return self.looped(one, other, values, kinds, found[carried:], reader.shares)
 
     @staticmethod
     def scan_entries(xs: Sequence[Held]) -> list[Held]:
-        """What the body of a scan gets of each array that it goes through."""
+        """Return what the body of a scan gets of each array that the scan goes through."""
         return [Held(entry(value.kind), value.trained) for value in xs]
 
     def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Shared]) -> list[Held]:
-        """What a scan returns, whose body keeps what it carries of these kinds, and returns others."""
-        self.shares.extend(shares)
+        """Return the outputs of a scan whose body carries these kinds, and returns others."""
+        self.shares.extend(share._replace(nested=True) for share in shares)
         return [*carry, *(Held(stacked(value.kind), value.trained) for value in ys)]
 
     def cond(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Branches that are chosen alike on all workers."""
+        """Return the outputs of branches; all workers choose the same one."""
         index, *inputs = values
         if not isinstance(index.kind, Fixed):
             index = self.converted(index, Fixed(power=None), one, (one.invars[0], other.invars[0]))
         branches = list(zip(one.params["branches"], other.params["branches"], strict=True))
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         found = [reader.closed(a, b, _bare(inputs)) for a, b in branches]
-        self.shares.extend(reader.shares)
+        self.shares.extend(share._replace(nested=True) for share in reader.shares)
         kinds = found[0]
         for results in found[1:]:
             kinds = [_both(a, b) for a, b in zip(kinds, results, strict=True)]
         power = 0 if index.kind.power == 0 else None
-        kinds = [Held(value.kind if power == 0 else same_power(value.kind, None), value.trained or index.trained) for value in kinds]
+        kinds = [Held(value.kind if power == 0 else with_power(value.kind, None), value.trained or index.trained) for value in kinds]
         return self.chosen(one, other, index, inputs, kinds)
 
     def chosen(self, one: Any, other: Any, index: Held, inputs: list[Held], kinds: list[Held]) -> list[Held]:
-        """What branches return, which agree on these kinds."""
+        """Return the outputs of branches that agree on these kinds."""
         return kinds
 
     # arrays: here there are none; see `spmd.train.batch_rows.compute` ---------------------------------------------------------------------
 
     def converted(self, value: Held, kind: Kind, one: Any, variables: tuple[Any, Any]) -> Held:
-        """An input of an equation, of another kind: workers share it."""
+        """Return an input of an equation as another kind: workers share it."""
         if value.kind == kind or isinstance(value.kind, Fixed):
             return value
         aval = variables[0].aval
@@ -349,7 +358,7 @@ class Walk(Sizes):
         return Held(kind, value.trained)
 
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
-        """What an equation returns of inputs that workers have as it needs them."""
+        """Return the outputs of an equation, whose inputs are now of the kinds that it needs."""
         trained = any(value.trained for value in values)
         if one.primitive.name in OVER_ROWS and isinstance(values[0].kind, PerRow) and isinstance(kinds[0], Fixed):
             aval = one.outvars[0].aval
@@ -362,7 +371,7 @@ class Unreadable(Exception):
 
 
 def evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """What an equation returns for these arrays, whose shapes may be others than it was traced for."""
+    """Return the outputs of an equation for these arrays; their shapes may differ from those that it was traced for."""
     inputs = [Var(var.aval) for var in equation.invars]
     outputs = [Var(var.aval) for var in equation.outvars]
     alone = equation.replace(invars=inputs, outvars=outputs)
@@ -371,12 +380,12 @@ def evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _bare(values: Sequence[Held]) -> list[Held]:
-    """Without arrays."""
+    """Return values without their arrays."""
     return [Held(value.kind, value.trained) for value in values]
 
 
 def _both(a: Held, b: Held) -> Held:
-    """What both can be made."""
+    """Return a value that both can become."""
     kind = joined(a.kind, b.kind)
     return Held(Fixed(power=None) if kind is None else kind, a.trained or b.trained)
 
@@ -386,18 +395,18 @@ def _closed(value: Any) -> bool:
 
 
 def _inner(equation: Any) -> Any:
-    """The jaxpr that an equation calls."""
+    """Return the jaxpr that an equation calls."""
     return next(equation.params[key] for key in INNER if hasattr(equation.params.get(key), "eqns"))
 
 
 def _defined_in(equation: Any) -> str:
-    """The file that defines a function with a derivative of its own."""
+    """Return the file that defines a function with a derivative of its own."""
     defined = getattr(getattr(equation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
     return getattr(defined, "func_filename", None) or ""
 
 
 def _sum_over_tokens(values: Sequence[Kind]) -> Kind | None:
-    """What `cross_entropy_from_features` returns: a weighted sum over tokens, whatever the chunks, of what each token's features give."""
+    """Return the kind of `cross_entropy_from_features`: a weighted sum over tokens, whatever its chunks are."""
     features, *head, labels, weights = values
     at = (features.dim, features.inner) if isinstance(features, PerRow) else None
     tokens = at is not None and isinstance(labels, PerRow) and (labels.dim, labels.inner) == at
@@ -409,7 +418,7 @@ def _sum_over_tokens(values: Sequence[Kind]) -> Kind | None:
 
 
 def _attention_of_rows(values: Sequence[Kind]) -> Kind | None:
-    """What attention in tiles returns: each row's from that row of queries, keys, values and masks, if dim 0 of all has the rows."""
+    """Return the kind of attention in tiles: row by row, if dim 0 of queries, keys, values and masks has the rows."""
     by_row = [value for value in values if not isinstance(value, Fixed)]
     if not all(isinstance(value, PerRow) and (value.dim, value.inner) == (0, 1) for value in by_row):
         return None
@@ -417,9 +426,10 @@ def _attention_of_rows(values: Sequence[Kind]) -> Kind | None:
 
 
 def read_loss(first: Any, second: Any, given: Sequence[Held], rows: int, others: int) -> tuple[list[Held], list[Shared]]:
-    """What each output is of a function that was traced for `rows` and for `others` rows, and what workers share.
+    """Return the outputs of a function that was traced for `rows` and for `others` rows, and what workers share.
 
-    `given` says what the inputs are.
+    Args:
+      given: its inputs.
 
     Raises:
       Unreadable: the traces do not correspond.
@@ -429,8 +439,12 @@ def read_loss(first: Any, second: Any, given: Sequence[Held], rows: int, others:
 
 
 def is_mean(found: Sequence[Kind], shape: tuple[int, ...]) -> bool:
-    """Whether workers that call the loss on their own rows have it alone: one value per row or a scalar, of this shape, or (sum,
-    count), which may be of each row."""
+    """Return whether workers that call a loss on their own rows get the right mean, and so need to share nothing.
+
+    Args:
+      found: the kinds of a loss: one value per row, a scalar, or (sum, count), which may be of each row.
+      shape: of the first one.
+    """
     if len(found) == 2 and not shape:
         total, count = found
         if not isinstance(total, Summed) or total.power is None:
