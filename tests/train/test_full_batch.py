@@ -14,6 +14,7 @@ from flax import nnx
 import spmd
 from examples.gpt_pipeline import GPT
 from spmd.errors import LossError, SpmdError
+from spmd.nn import RNNStack
 from spmd.train import compiled_step
 from spmd.tree import flatten
 from tests.train import plain
@@ -229,6 +230,24 @@ def test_a_stack_that_gathers_by_layer_shares_no_rows():
         right.append(value)
     for options in ((pair, make, by_layer), (mean, make, full)):
         np.testing.assert_allclose(trained(trainer_of(*options))[0], right, rtol=2e-5)
+
+
+def test_a_recurrent_stack_with_dropout_needs_no_other_rows():
+    """Its masks are those of the full batch at each time step, whichever rows a worker holds."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0, dropout=1)
+            self.stack = RNNStack([nnx.GRUCell(CLASSES, CLASSES, rngs=rngs) for _ in range(2)], dropout=0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.stack(x)
+
+    def loss(model, batch):
+        return CE(model(batch["mask"][..., None] * jnp.ones(CLASSES)), batch["tokens"]).mean()
+
+    reading = trainer_of(loss, lambda: Net()).prepare(data())[0].reading
+    assert reading.mean and not reading.shares
 
 
 def test_microbatches_of_sums_in_a_loop_are_refused():

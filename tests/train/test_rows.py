@@ -229,6 +229,12 @@ OTHERS = {
         lambda r: (r * jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(3), n)))(jnp.arange(len(r)))).mean(),
         "reward",
     ),
+    "a key for each time step": (
+        lambda m: (
+            m.T * jax.vmap(lambda t: jax.random.normal(jax.random.fold_in(jax.random.key(3), t), m.shape[:1]))(jnp.arange(6))
+        ).mean(),
+        "mask",
+    ),
     "a beta distribution": (lambda r: (r * jax.random.beta(jax.random.key(3), 1.5, 1.0, r.shape)).mean(), "reward"),
 }
 

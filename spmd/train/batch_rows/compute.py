@@ -145,7 +145,7 @@ class Compute(Walk):
             return [self.shared(lambda: self._over_rows(one, values[0]))]
         if name == "random_bits" and isinstance(inputs[0], Fixed) and isinstance(kinds[0], PerRow):
             own = worker_key(values[0].array, jnp.asarray(self.place.worker), rows=self.here, workers=self.place.workers)
-            shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))
+            shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))[own.ndim :]
             return evaluated(other.replace(params={**other.params, "shape": shape}), [own])
         if all(isinstance(kind, Fixed) for kind in inputs):
             return self._of_fixed(one, other, values, kinds)

@@ -319,12 +319,13 @@ def _bits(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None
     key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
     if isinstance(key, PerRow):
         return key
+    dim = one.invars[0].aval.ndim  # each key of an array of keys, such as one for each time step, draws the dims after those of the array
     own = isinstance(key, Fixed) and key.key
-    if not isinstance(key, Fixed) or one.invars[0].aval.ndim:
+    if not isinstance(key, Fixed):
         return None
-    if a and a[0] % sizes.rows == 0 and sizes.growth(a[0], b[0]) == 1 and _sized(a, b) == {0}:
-        return PerRow(0, a[0] // sizes.rows, 0 if own else None)
-    return Fixed(power=None if a != b or (own and _taken_for_rows(sizes, b)) else 0)
+    if len(a) > dim and a[dim] % sizes.rows == 0 and sizes.growth(a[dim], b[dim]) == 1 and _sized(a, b) == {dim}:
+        return PerRow(dim, a[dim] // sizes.rows, 0 if own and key.power == 0 else None)
+    return Fixed(power=None if key.power != 0 or a != b or (own and _taken_for_rows(sizes, b[dim:])) else 0)
 
 
 def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
