@@ -238,7 +238,7 @@ def test_the_winner_is_at_least_as_fast_as_every_shipped_layout(name, target):
         except SpmdError:
             continue  # it does not fit the model
         planned_too += 1
-        assert search.best.timeline.seconds <= plan.timeline.seconds, layout
+        assert search.best.period.seconds <= plan.period.seconds, layout  # local SGD sends parameters in few of its steps
     assert planned_too >= 8
 
 
