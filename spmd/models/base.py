@@ -220,14 +220,23 @@ def explain_jax_error(error: Exception) -> str:
     return ""
 
 
+SWITCHES = {  # arguments and fields that switch between training and evaluation, with their values in training
+    **dict.fromkeys(("train", "training", "is_train", "is_training"), True),
+    **dict.fromkeys(("deterministic", "use_running_average", "eval_mode"), False),
+}
+
+
+def open_parameters(function: Callable[..., Any], kwargs: Mapping[str, Any], positional: int) -> list[inspect.Parameter]:
+    """The parameters of a function that a call leaves open, which gives the first ones by position, and others by name."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = enumerate(inspect.signature(function).parameters.values())
+    return [p for index, p in parameters if p.name not in kwargs and not (index < positional and p.kind in by_position)]
+
+
 def with_train_flag(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool, positional: int = 0) -> dict[str, Any]:
     """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it, as one of its first arguments or by name."""
-    known = list(inspect.signature(function).parameters)[positional:]
-    switches = {
-        **dict.fromkeys(("train", "training", "is_train", "is_training"), training),
-        **dict.fromkeys(("deterministic", "use_running_average", "eval_mode"), not training),
-    }
-    return {**{name: value for name, value in switches.items() if name in known}, **kwargs}
+    names = [parameter.name for parameter in open_parameters(function, kwargs, positional)]
+    return {**{name: SWITCHES[name] == training for name in SWITCHES if name in names}, **kwargs}
 
 
 def averaging_axes(own: Any, sync_axes: tuple[str, ...]) -> tuple[str, ...] | None:

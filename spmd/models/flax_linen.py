@@ -1,16 +1,18 @@
 """Flax linen modules: initialised by the first call in the loss, applied with the train switch filled in."""
 
-import contextlib
+import dataclasses
+import functools
+import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import linen
-from flax.core import Scope, lift, unfreeze
+from flax.core import DenyList, lift, unfreeze
 from flax.linen.transforms import lift_direct_transform
 
-from spmd.errors import ModelError, raise_problems
+from spmd.errors import ModelError, Problem, join_names, raise_problems, short_repr
 from spmd.models.base import (
     RECOMPUTED,
     Call,
@@ -20,12 +22,78 @@ from spmd.models.base import (
     no_such_module,
     remat_policies,
     shape_problems,
+    shape_text,
     trace_abstractly,
     with_train_flag,
 )
 from spmd.models.blocks import BlockCalls, BlockTrace
+from spmd.models.linen_record import Record, recording
+from spmd.models.linen_switches import check_arguments, set_fields
 from spmd.path_match import matches
-from spmd.tree import Tree, flatten, map_paths, path_of
+from spmd.tree import Tree, describe, flatten, map_paths, path_of
+
+NOT_KEPT = ("intermediates", "perturbations")  # collections that flax makes to look into a call; no state
+BY_GRADIENT = "_overwrite_with_gradient"  # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT, without importing its kernels
+Method = Callable[..., Any] | str | None
+
+
+@dataclasses.dataclass
+class Seen:
+    """What traces of a linen module have shown.
+
+    Attributes:
+      training: what calls in training do.
+      returned: collections that calls return, by `mutable`.
+      rematerialised: paths of modules that were recomputed.
+      norms: paths of the `BatchNorm`s that were called in training.
+      dropouts: paths of the modules with dropout that were called in training, with their rates.
+      checked: calls whose arguments were looked at: the function, and which arguments it is given.
+    """
+
+    training: Record = dataclasses.field(default_factory=Record)
+    returned: set[str] = dataclasses.field(default_factory=set)
+    rematerialised: set[str] = dataclasses.field(default_factory=set)
+    norms: dict[str, None] = dataclasses.field(default_factory=dict)
+    dropouts: dict[str, float] = dataclasses.field(default_factory=dict)
+    checked: set[tuple] = dataclasses.field(default_factory=set)
+
+    def kept(self, collections: Mapping[str, Any]) -> dict[str, Any]:
+        """Collections without what calls sow and return: each call sows it anew."""
+        return _without(collections, {path for path in self.training.sown if path.partition("/")[0] in self.returned})
+
+    def check_sown(self) -> None:
+        """Refuse values that the module sows and the loss does not take: they are no statistics, and one more is added in every call."""
+        problems = []
+        for path in sorted(self.training.sown):
+            collection = path.partition("/")[0]
+            if collection not in self.returned:
+                text = f'sown into the collection "{collection}", which the loss does not read; each call would add to it'
+                fix = f'outputs, sown = model(x, mutable=["{collection}"]) in the loss, which may add sum(jax.tree.leaves(sown)); '
+                problems.append(Problem(path, [text], f"{fix}or self.variable, for a value that is kept from step to step."))
+        raise_problems(ModelError, "the linen module sows values that the loss does not take", problems)
+
+    def note_call(self, module: linen.Module, path: str, kwargs: Mapping[str, Any]) -> None:
+        """Record a module that is called in training, if it has statistics or drops."""
+        if isinstance(module, linen.BatchNorm):
+            self.norms[path] = None
+        rate = module.rate if isinstance(module, linen.Dropout) else getattr(module, "dropout_rate", 0)
+        if isinstance(module, linen.Dropout | linen.MultiHeadDotProductAttention) and isinstance(rate, int | float) and 0 < rate < 1:
+            if not {"rng", "dropout_rng"} & kwargs.keys():  # with a key that is given, none is drawn
+                self.dropouts[path] = rate
+
+    def notes(self) -> list[str]:
+        """Norms and dropouts that stayed in evaluation mode in training."""
+        frozen = [path for path in self.norms if "/".join(filter(None, ("batch_stats", path, "mean"))) not in self.training.writes]
+        drawn = {path for path, _ in self.training.draws}
+        idle = [f"{path or 'the module'} (rate {rate})" for path, rate in self.dropouts.items() if path not in drawn]
+        lines = []
+        for names, what in (
+            (frozen, "batch statistics are frozen, by use_running_average=True"),
+            (idle, "dropout drops nothing in training, by deterministic=True"),
+        ):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines += [f"note: {what}: {names[0] or 'the module'}{more}."] if names else []
+        return lines
 
 
 class LinenModel(Model):
@@ -36,32 +104,42 @@ class LinenModel(Model):
         if module.scope is not None:
             module, variables = module.unbind()
             self._given = _split(variables)
-        self._module = module
-        self._rematerialised: set[str] = set()
-        self._streams: set[str] = set()  # names of random streams that the module asks for
+        self._module, self._seen = module, Seen()
 
     @property
     def concrete(self) -> Variables | None:
-        return self._given
+        return None if self._given is None else dataclasses.replace(self._given, stats=self._seen.kept(self._given.stats))
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         made = _split(self._boxed(key, run))
-        if self._given is None:
+        given = self.concrete
+        if given is None:
             return made
         given_by_path, made_by_path = (
-            {path.removeprefix("stats/"): leaf for path, leaf in flatten(arrays).items()} for arrays in (self._given, made)
+            {path.removeprefix("stats/"): leaf for path, leaf in flatten(tree).items()} for tree in (given, made)
         )
-        problems = shape_problems(given_by_path, made_by_path, "the module")
+        # A loss need not call all of a module that has its arrays, and statistics keep the shapes that they have.
+        wanted = {
+            path: given_by_path[path] if path in given_by_path and not path.startswith("params/") else leaf
+            for path, leaf in made_by_path.items()
+        }
+        problems = shape_problems({path: leaf for path, leaf in given_by_path.items() if path in wanted}, wanted, "the module")
         raise_problems(ModelError, "the linen module is bound to other arrays than its `init` makes", problems)
-        return self._given
+        return given
 
     def _boxed(self, key: Any, run: Callable[[Any], Any]) -> dict:
-        probe = _LinenInit(self._module, key)
-        with _record_streams(self._streams):
-            run(probe)
-        if probe.variables is None:
+        probe = _LinenInit(self._module, key, self._seen)
+        run(probe)
+        if not probe.called:
             raise ModelError("the loss never calls the model, so a linen module cannot be initialised from it.")
-        return dict(probe.variables)
+        self._seen.check_sown()
+        if BY_GRADIENT in probe.variables:
+            paths = join_names(flatten(linen.meta.unbox(probe.variables[BY_GRADIENT])), most=2)
+            why = f'the module keeps a collection "{BY_GRADIENT}" ({paths}), as flax\'s float8 products do.'
+            why += "\n    Its next values are gradients, which no call computes: they would stay as they were made, and scale nothing."
+            fix = 'the module without them (dot_general_cls=None), and [[precision]] path = "**", products = "float8" in the layout.'
+            raise ModelError(why, fix=fix)
+        return self._seen.kept(probe.variables)
 
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
         names: dict[str, tuple] = {}
@@ -74,12 +152,16 @@ class LinenModel(Model):
         trace_abstractly(visit, "the model")
         return names
 
+    def notes(self) -> list[str]:
+        return self._seen.notes()
+
     def bind(self, variables: Variables, call: Call) -> "LinenCall":
-        return LinenCall(self._module, variables, call, self._rematerialised, self._streams)
+        maker = "its `init` made" if self._given is None else "the bound module has"
+        return LinenCall(self._module, variables, call, self._seen, maker)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         for pattern in patterns:
-            if not matches(pattern, self._rematerialised):
+            if not matches(pattern, self._seen.rematerialised):
                 raise no_such_module(pattern, [])
 
     def get_stats(self, bound: "LinenCall") -> Tree:
@@ -91,68 +173,207 @@ class LinenModel(Model):
 
 def _split(variables: Any) -> Variables:
     """A linen module's collections; what is no parameter changes with a call."""
-    plain = dict(linen.meta.unbox(unfreeze(variables)))
+    plain = _without(linen.meta.unbox(unfreeze(variables)), {*NOT_KEPT})
     return Variables(plain.pop("params", {}), plain, {})
 
 
-class _LinenInit:
-    """Stands in for a linen module in the loss: the first call initialises it."""
-
-    def __init__(self, module: linen.Module, key: Any):
-        self._module, self._key, self.variables = module, key, None
-
-    def __call__(self, *args: Any, rngs: Mapping[str, jax.Array] | None = None, **kwargs: Any) -> Any:
-        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=True, positional=1 + len(args))
-        outputs, variables = self._module.init_with_output({"params": self._key, **(rngs or {})}, *args, **kwargs)
-        self.variables = self.variables or variables
-        return outputs
-
-
-@contextlib.contextmanager
-def _record_streams(names: set[str]) -> Iterator[None]:
-    """Add the name of every random stream that linen modules ask for."""
-    make_rng = Scope.make_rng
-
-    def recording(scope: Scope, name: str = "params") -> Any:
-        names.add(name)
-        return make_rng(scope, name)
-
-    Scope.make_rng = recording  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Scope.make_rng = make_rng  # type: ignore[method-assign]
+def _without(tree: Mapping[str, Any], paths: set[str], at: str = "") -> dict[str, Any]:
+    """Nested dicts without what is at these paths, nor dicts that are empty then."""
+    rest: dict[str, Any] = {}
+    for name, part in tree.items():
+        path = f"{at}/{name}".lstrip("/")
+        if path in paths:
+            continue
+        if not isinstance(part, Mapping):
+            rest[name] = part
+        elif (inner := _without(part, paths, path)) or not part:
+            rest[name] = inner
+    return rest
 
 
-class LinenCall:
-    """A linen module with its arrays: call it as `model(x)`. `train`, `training` and `deterministic` are filled in."""
+class _LinenHandle:
+    """A linen module in a loss: it is called, and so are its methods; its fields can be read."""
 
-    def __init__(self, module: linen.Module, variables: Variables, call: Call, rematerialised: set[str], streams: set[str]):
-        self._module, self._call, self._rematerialised, self._streams = module, call, rematerialised, streams
-        self.params, self.stats, self._calls = variables.params, variables.stats, 0
+    def __init__(self, module: linen.Module, seen: Seen):
+        self._module, self._seen = module, seen
 
-    def __call__(self, *args: Any, rngs: Mapping[str, jax.Array] | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, method: Method = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
         """Apply the module.
 
         Args:
+          method: a method to call, or its name; None: `__call__`.
+          mutable: collections into which the module sows: the call returns (outputs, {collection: values}), and the values are not kept.
           rngs: keys of random streams by name, in place of the step's own.
         """
-        call, variables = self._call, {"params": self.params, **self.stats}
-        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=call.training, positional=1 + len(args))
-        with linen.intercept_methods(_interceptor(call, self._rematerialised)):
+        named = (mutable,) if isinstance(mutable, str) else mutable
+        if not isinstance(named, Sequence) or not all(isinstance(name, str) for name in named) or "params" in named:
+            fix = 'the names of collections, such as mutable=["losses"]; statistics are kept without it.'
+            raise ModelError(f"model(..., mutable={short_repr(mutable)}).", fix=fix)
+        self._seen.returned.update(named)
+        outputs, collections = self._apply(args, kwargs, method, tuple(named))
+        return (outputs, {name: collections[name] for name in named if name in collections}) if mutable else outputs
+
+    def _apply(self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]) -> tuple[Any, Mapping[str, Any]]:
+        """Outputs of a call, and the collections that it changes."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of the module, or the value of one of its fields."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        module = self._module
+        if name in {field.name for field in dataclasses.fields(module)}:
+            value = getattr(module, name)
+            return functools.partial(self, method=name) if isinstance(value, linen.Module) else value
+        if callable(getattr(type(module), name, None)) and not hasattr(linen.Module, name):
+            return functools.partial(self, method=name)
+        why = f"{type(module).__name__} has no method and no field {name!r}"
+        raise AttributeError(f"{why}; a module that it makes is called by  model(x, method=lambda module, x: module.{name}(x))")
+
+    def _prepared(self, args: tuple, kwargs: dict[str, Any], method: Method, *, training: bool) -> tuple[linen.Module, dict[str, Any]]:
+        """The module and the arguments by name of a call, with the switches set."""
+        function = _function(self._module, method)
+        module = set_fields(self._module, function, training=training)
+        filled = with_train_flag(function, kwargs, training=training, positional=1 + len(args))
+        parameters = inspect.signature(function).parameters
+        twice = {  # `linen.merge_param` takes one of the two
+            name
+            for name in filled.keys() - kwargs.keys()
+            if isinstance(getattr(module, name, None), bool) and parameters[name].default is None
+        }
+        return module, {name: value for name, value in filled.items() if name not in twice}
+
+
+def _function(module: linen.Module, method: Method) -> Callable[..., Any]:
+    """The function that a call of the module calls, with the module as its first argument."""
+    if isinstance(method, str):
+        value = getattr(type(module), method, None) or getattr(module, method)
+        return type(value).__call__ if isinstance(value, linen.Module) else value
+    return type(module).__call__ if method is None else getattr(method, "__func__", method)
+
+
+class _LinenInit(_LinenHandle):
+    """Stands in for a linen module in the loss: its calls initialise it."""
+
+    def __init__(self, module: linen.Module, key: Any, seen: Seen):
+        super().__init__(module, seen)
+        self._key, self.called, self.variables = key, False, dict[str, Any]()
+        self._makers: dict[str, str] = {}  # calls by the paths of the arrays that they made
+
+    def _apply(self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]) -> tuple[Any, Mapping[str, Any]]:
+        rngs = kwargs.pop("rngs", None) or {}
+        module, switched = self._prepared(args, kwargs, method, training=True)
+        self._check_arguments(module, {"params": self._key, **rngs}, args, switched, method)
+        mutable, record = DenyList(tuple({*NOT_KEPT} - {*named})), Record()
+        with recording(record):
+            keys = {"params": self._key, **rngs}
+            outputs, variables = module.init_with_output(keys, *args, method=method, mutable=mutable, **switched)
+        self._seen.training.draws |= record.draws
+        self._seen.training.sown |= record.sown
+        self.called, kept = True, _without(variables, set(NOT_KEPT))
+        self._check_shapes(kept, _call_text(module, method, args, switched))
+        self.variables = _joined(self.variables, kept)
+        return outputs, variables
+
+    def _check_shapes(self, made: Mapping[str, Any], name: str) -> None:
+        """Refuse calls that make one array in two shapes."""
+        before, after = (flatten(linen.meta.unbox(tree)) for tree in (self.variables, made))
+        problems = []
+        for path, leaf in after.items():
+            if path in before and before[path].shape != leaf.shape and path.rpartition("/")[0] not in self._seen.training.sown:
+                text = f"{self._makers[path]} makes {describe(before[path])}, {name} makes {describe(leaf)}"
+                problems.append(Problem(path, [text], "one shape for all calls."))
+        raise_problems(ModelError, "calls of the linen module in the loss make one array in two shapes", problems)
+        self._makers = {**dict.fromkeys(after, name), **self._makers}
+
+    def _check_arguments(self, module: linen.Module, keys: dict[str, Any], args: tuple, kwargs: dict[str, Any], method: Method) -> None:
+        """Refuse an unknown argument that switches training."""
+        function = _function(module, method)
+        given = (function, len(args), *sorted(kwargs))
+        if given in self._seen.checked or getattr(type(module), getattr(function, "__name__", ""), None) is not function:
+            return  # the last: a function of the loss
+
+        def run(more: dict[str, bool]) -> tuple[Record, set[str]] | None:
+            record, intercept, made = Record(), _interceptor(Call(training=True), Seen()), set[str]()
+            options = {"rngs": keys, "method": method, "mutable": DenyList(("params", *NOT_KEPT)), **kwargs, **more}
+
+            def call() -> Any:
+                variables = module.init(keys, *args, method=method, **kwargs, **more)
+                made.update(flatten(linen.meta.unbox(variables)))
+                with recording(record), linen.intercept_methods(intercept):
+                    return module.apply(variables, *args, **options)
+
+            try:
+                jax.eval_shape(call)
+            except Exception:  # with this value the model is not meant for such a batch, as with `decode=True`
+                return None
+            return record, made
+
+        check_arguments(function, kwargs, 1 + len(args), run)
+        self._seen.checked.add(given)
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Nested dicts joined; the first one's leaves stay."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return first
+    return {**second, **{name: _joined(part, second[name]) if name in second else part for name, part in first.items()}}
+
+
+def _call_text(module: linen.Module, method: Method, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """A call of a module, with the shapes of its inputs and its switches, for an error."""
+    texts = [describe(value) if hasattr(value, "dtype") else short_repr(value) for value in args]
+    texts += [f"{name}={value}" for name, value in kwargs.items() if isinstance(value, bool)]
+    return f"{type(module).__name__}.{getattr(_function(module, method), '__name__', 'a function')}({', '.join(texts)})"
+
+
+class LinenCall(_LinenHandle):
+    """A linen module with its arrays: call it as `model(x)`, or a method. Arguments and fields that switch training are filled in."""
+
+    def __init__(self, module: linen.Module, variables: Variables, call: Call, seen: Seen, maker: str):
+        super().__init__(module, seen)
+        self._call, self._maker = call, maker
+        self.params, self.stats, self._calls = variables.params, variables.stats, 0
+
+    def _apply(self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]) -> tuple[Any, Mapping[str, Any]]:
+        call, variables, rngs = self._call, {"params": self.params, **self.stats}, dict(kwargs.pop("rngs", None) or {})
+        module, kwargs = self._prepared(args, kwargs, method, training=call.training)
+        with linen.intercept_methods(_interceptor(call, self._seen)):
             if not call.training:
-                return self._module.apply(variables, *args, rngs=dict(rngs or {}), **kwargs)
+                return module.apply(variables, *args, rngs=rngs, method=method, mutable=list(named), **kwargs)
             key = jax.random.fold_in(call.key, self._calls)
             self._calls += 1  # a loss that calls the model twice draws twice
             # Flax gives "params" in place of a stream that it does not have, and lifted transforms split streams by name.
-            outputs, changed, given = None, {}, None
-            while given != (names := {"params", *self._streams}):  # again, if the call asks for one that no call has asked for
+            outputs, changed, given, record = None, {}, None, self._seen.training
+            mutable = DenyList(("params", *({*NOT_KEPT} - {*named})))
+            while given != (names := {"params", *record.streams}):  # again, if the call asks for one that no call has asked for
                 given = names
-                keys = {name: call.localize(key_of_stream(key, name)) for name in sorted(names)} | dict(rngs or {})
-                with _record_streams(self._streams):
-                    outputs, changed = self._module.apply(variables, *args, rngs=keys, mutable=list(self.stats), **kwargs)
-        self.stats = {**self.stats, **changed}
-        return outputs
+                keys = {name: call.localize(key_of_stream(key, name)) for name in sorted(names)} | rngs
+                with recording(record):
+                    outputs, changed = module.apply(variables, *args, rngs=keys, method=method, mutable=mutable, **kwargs)
+        self._seen.check_sown()
+        kept = self._seen.kept({name: part for name, part in changed.items() if name not in NOT_KEPT})
+        self._check_shapes(kept, _call_text(module, method, args, kwargs))
+        self.stats = {**self.stats, **kept}
+        return outputs, changed
+
+    def _check_shapes(self, after: Mapping[str, Any], name: str) -> None:
+        """Refuse a call that gives collections other arrays, or arrays other shapes."""
+        old, new = flatten({collection: self.stats.get(collection, {}) for collection in after}), flatten(after)
+        paths = [path for path in dict.fromkeys([*old, *new]) if _shape(old, path) != _shape(new, path)]
+        if not paths:
+            return
+        problems = []
+        for path in paths:
+            text = f"{self._maker} {shape_text(old, path)}, {name} makes {shape_text(new, path)}"
+            fix = "a variable of one shape, that does not depend on the number of rows, made in every call in training"
+            bound = "; arrays that the module's `init` makes in training, such as module.init(key, x, train=True)"
+            problems.append(Problem(path, [text], f"{fix}{bound if self._maker.startswith('the bound') else ''}."))
+        raise_problems(ModelError, "a call of the linen module changes the shapes of its collections", problems)
+
+
+def _shape(arrays: Mapping[str, Any], path: str) -> tuple[int, ...] | None:
+    return tuple(arrays[path].shape) if path in arrays else None
 
 
 def key_of_stream(key: jax.Array, name: str) -> jax.Array:
@@ -185,7 +406,7 @@ def _call_block(blocks: BlockCalls, path: str, module: linen.Module, call: Calla
     return lift_direct_transform(lifted, (call,), module)
 
 
-def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
+def _interceptor(call: Call, seen: Seen) -> Callable[..., Any]:
     """Linen's hook for what nnx lets us set on the module: synchronised BatchNorm, remat by path, and what outputs go through."""
     active: set[str] = set()
     called: dict[str, None] = {}  # paths, in order
@@ -194,6 +415,8 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
         module, path = context.module, "/".join(context.module.path)
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
+        if call.training:
+            seen.note_call(module, path, kwargs)
         if isinstance(module, linen.BatchNorm):
             object.__setattr__(module, "axis_name", averaging_axes(module.axis_name, call.sync_axes))
         if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
@@ -206,7 +429,7 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
         called[path] = None
         policies = remat_policies(call.remat, called) if call.remat else {}
         if path in policies:
-            seen.add(path)
+            seen.rematerialised.add(path)
 
         def again(inner: linen.Module) -> Any:
             return type(inner).__call__(inner, *args, **kwargs)  # type: ignore[operator]

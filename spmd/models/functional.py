@@ -9,16 +9,29 @@ from typing import Any
 import jax
 
 from spmd.errors import ModelError, problems_text, type_name
-from spmd.models.base import Call, Model, Variables, shape_problems, shape_text, trace_abstractly, with_train_flag
+from spmd.models.base import (
+    SWITCHES,
+    Call,
+    Model,
+    Variables,
+    open_parameters,
+    shape_problems,
+    shape_text,
+    trace_abstractly,
+    with_train_flag,
+)
 from spmd.tree import Tree, flatten
+
+RESERVED = ("rng", "axis_name", *SWITCHES)  # arguments of `apply` that are passed by name
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionalModel:
     """A model as two functions: `init(key) -> params`, `apply(params, *inputs) -> outputs`.
 
-    `apply` may take the keywords `rng`, `train` and `axis_name`; they are passed when it does. `axis_name` are the mesh axes of the
-    workers, of which each sees its own rows, for `jax.lax.pmean` and the like; None where all rows are seen.
+    `apply` may take the keywords `rng` (a key, in training only), `train` (or `training`, `is_train`, `is_training`; `deterministic`,
+    `use_running_average`, `eval_mode` are its opposite) and `axis_name`, after its inputs; they are passed when it does. `axis_name` are
+    the mesh axes of the workers, of which each sees its own rows, for `jax.lax.pmean` and the like; None where all rows are seen.
 
     Args:
       init: `init(key) -> params`, a tree of arrays.
@@ -110,12 +123,15 @@ class FunctionCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function."""
         call, apply = self._call, self._model.apply
-        kwargs, known = with_train_flag(apply, kwargs, training=call.training), inspect.signature(apply).parameters
+        positional = len(args) + (2 if self._model.stateful else 1)
+        known = [parameter.name for parameter in open_parameters(apply, kwargs, positional)]
+        kwargs = with_train_flag(apply, kwargs, training=call.training, positional=positional)
         if "rng" in known and call.key is not None:
             kwargs.setdefault("rng", call.localize(jax.random.fold_in(call.key, self._calls)))
             self._calls += 1
         if "axis_name" in known:
             kwargs.setdefault("axis_name", call.sync_axes or None)
+        _check_call(self._model, len(args), kwargs)
         if call.dtype is not None:  # flax layers cast their inputs; a function does not
             args = jax.tree.map(lambda x: x.astype(call.dtype) if getattr(x, "dtype", None) == "float32" else x, args)
         if not self._model.stateful:
@@ -124,6 +140,35 @@ class FunctionCall:
         _check_state(self.state, state)
         self.state = state if call.training else self.state
         return outputs
+
+
+def _check_call(model: FunctionalModel, inputs: int, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call that Python would refuse, if names that spmd passes itself are why."""
+    signature = inspect.signature(model.apply)
+    first = ["params", "state"][: 2 if model.stateful else 1]
+    try:
+        signature.bind(*first, *range(inputs), **kwargs)
+    except TypeError as error:
+        names = list(signature.parameters)
+        reserved = [name for name in names if name in RESERVED]
+        among_inputs = reserved != names[len(names) - len(reserved) :]
+        needs_key = "rng" in reserved and signature.parameters["rng"].default is inspect.Parameter.empty
+        if not among_inputs and not needs_key:
+            return
+        why = f"apply{signature} is called with {' and '.join(first)}, and {inputs} input{'' if inputs == 1 else 's'}: {error}.\n"
+        why += f"    spmd itself passes {', '.join(reserved)} by name; reserved are {', '.join(RESERVED)}."
+        fix = "these after the inputs, and rng=None, since evaluation has no key; another name for an input that is called so:\n"
+        raise ModelError(why, fix=f"{fix}        apply={_reordered(signature)}") from error
+
+
+def _reordered(signature: inspect.Signature) -> str:
+    """The text of a function that calls `apply`, with the reserved names after its inputs."""
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    keywords = [p.replace(kind=p.KEYWORD_ONLY, default=None if p.name == "rng" else p.default) for p in bare if p.name in RESERVED]
+    parameters = sorted([*(p for p in bare if p.name not in RESERVED), *keywords], key=lambda parameter: parameter.kind)
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    arguments = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else f"{stars.get(p.kind, '')}{p.name}" for p in bare]
+    return f"lambda {str(inspect.Signature(parameters))[1:-1]}: apply({', '.join(arguments)})"
 
 
 def _pair(made: Any, function: str, wanted: str) -> tuple:

@@ -169,6 +169,8 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
     try:
         with LEAKS:
             found, shares = read_loss(trace(rows), trace(others), given, rows, others)
+    except ModelError:  # says itself what of the model depends on the number of rows
+        raise
     except Exception as error:  # whatever a loss raises on another number of rows
         if isinstance(error.__cause__, jax.errors.UnexpectedTracerError):
             raise

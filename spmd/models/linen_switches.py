@@ -1,0 +1,116 @@
+"""The switches of Flax linen modules between training and evaluation: fields that are set, and arguments that are not known."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import linen
+
+from spmd.errors import ModelError, join_names
+from spmd.models.base import SWITCHES, open_parameters
+from spmd.models.linen_record import Record
+
+BOOLS = (bool, bool | None, "bool", "bool | None", "Optional[bool]", "typing.Optional[bool]")  # annotations
+WORDS = {  # parts of a name, with the value that it has in training
+    **dict.fromkeys(("train", "training", "stochastic", "dropout"), True),
+    **dict.fromkeys(("eval", "evaluate", "evaluation", "infer", "inference", "test", "testing", "deterministic"), False),
+}
+
+
+def set_fields(module: linen.Module, function: Callable[..., Any], *, training: bool) -> linen.Module:
+    """A clone of a module, with its fields that are switches, and those of the modules in its fields, set for training or evaluation.
+
+    A field that is None is set only where `function`, which is called, has no argument of its name. A `BatchNorm` made with
+    `use_running_average=True` is frozen, and stays so.
+    """
+    arguments = inspect.signature(function).parameters
+    unset = [name for name in SWITCHES if name not in arguments and getattr(module, name, 0) is None]
+    return _with_fields(module, training, {}, unset)
+
+
+def _with_fields(module: linen.Module, training: bool, clones: dict[int, linen.Module], unset: list[str]) -> linen.Module:
+    if id(module) in clones:  # one module in two fields has one set of parameters
+        return clones[id(module)]
+    changes = {}
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name, None)
+        if field.name in ("parent", "name"):
+            continue
+        if field.name in SWITCHES and (isinstance(value, bool) or field.name in unset):
+            frozen = isinstance(module, linen.BatchNorm) and value is True
+            changed = value if frozen else SWITCHES[field.name] == training
+        else:
+            changed = _with_modules(value, training, clones)
+        if changed is not value:
+            changes[field.name] = changed
+    clones[id(module)] = module.clone(**changes) if changes else module
+    return clones[id(module)]
+
+
+def _with_modules(value: Any, training: bool, clones: dict[int, linen.Module]) -> Any:
+    """The value of a field, with the modules in it as `_with_fields` returns them; itself, if nothing changes."""
+    if isinstance(value, linen.Module):
+        return _with_fields(value, training, clones, [])
+    if isinstance(value, Mapping):
+        changed = {name: _with_modules(part, training, clones) for name, part in value.items()}
+        return value if all(changed[name] is value[name] for name in value) else changed
+    if type(value) in (tuple, list):
+        parts = [_with_modules(part, training, clones) for part in value]
+        return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
+    return value
+
+
+Run = Callable[[dict[str, bool]], tuple[Record, set[str]] | None]
+
+
+def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], positional: int, run: Run) -> None:
+    """Refuse a call that leaves out an argument which switches training, and which is not known.
+
+    Args:
+      function: the method that is called.
+      positional: how many arguments are given by position.
+      run: traces the call with one argument more: what it does, and the paths of the module's variables; None if that raises.
+
+    Raises:
+      ModelError: names the argument, what it switches, and the lines of a subclass that sets it.
+    """
+    for parameter in open_parameters(function, kwargs, positional):
+        is_bool = isinstance(parameter.default, bool) or parameter.annotation in BOOLS
+        if parameter.name in SWITCHES or not is_bool:
+            continue
+        on, off = _effects(run({parameter.name: True}), run({parameter.name: False}))
+        words = [WORDS[word] for word in parameter.name.lower().split("_") if word in WORDS]
+        if parameter.default is parameter.empty or words or on != off:
+            in_training = len(on) > len(off) if on != off else words[0] if words else True
+            raise _unknown_switch(function, parameter, in_training, sorted(on ^ off))
+
+
+def _effects(on: tuple[Record, set[str]] | None, off: tuple[Record, set[str]] | None) -> list[set[str]]:
+    """What each of two calls does besides computing outputs, in words; nothing, if one of them raises.
+
+    A variable that only one of them has is no statistic of training, such as a cache for decoding.
+    """
+    if on is None or off is None:
+        return [set(), set()]
+    both = on[1] & off[1]
+    effects = []
+    for record, _ in (on, off):
+        effects.append({f'draws from "{name}"' for name in record.streams} | {f"changes {path}" for path in record.writes & both})
+    return effects
+
+
+def _unknown_switch(function: Callable[..., Any], parameter: inspect.Parameter, in_training: bool, effects: list[str]) -> ModelError:
+    name, default = parameter.name, parameter.default
+    kind, _, method = function.__qualname__.rpartition("<locals>.")[2].rpartition(".")
+    given = "and has no default" if default is parameter.empty else f"and is {default} in training as in evaluation"
+    seen = f" Only with {name}={in_training} the call {join_names(effects, most=3)}." if effects else ""
+    why = f'{kind}.{method} has an argument "{name}" that may switch training, which nothing gives, {given}.{seen}'
+    lines = [
+        f"a subclass with an argument that is known ({', '.join(SWITCHES)}); its parameters have the same names:",
+        f"        class Switched{kind}({kind}):",
+        f"            def {method}(self, *args, train: bool, **kwargs):",
+        f"                return super().{method}(*args, {name}={'train' if in_training else 'not train'}, **kwargs)",
+        f"    or, if it switches something else, {name}=... in the loss's call of the model, or in this subclass.",
+    ]
+    return ModelError(why, fix="\n".join(lines))
