@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import GatherScatterMode
 
 from spmd.jaxpr import scanned
 from spmd.rng import worker_key
 from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Summed
 from spmd.train.batch_rows.rules import OVER_ROWS, numbers_row, rows_of_index
+from spmd.train.batch_rows.scatters import RowDims, row_dims
 from spmd.train.batch_rows.walk import Held, Shared, Unreadable, Walk, evaluated
 from spmd.wire import collectives
 
@@ -94,8 +96,14 @@ class Compute(Walk):
         if isinstance(kind, PerRow):
             return self._rows_of(value, kind.dim, kind.inner, full)
         if isinstance(kind, Summed):
-            return value.array if isinstance(value.kind, Summed) else self._full(value, full) / self.parts
+            return value.array if isinstance(value.kind, Summed) else self._as_part(self._full(value, full))
         return _narrowed(self._full(value, full), full, _shape_of(self, kind, full, part))
+
+    def _as_part(self, array: Any) -> Any:
+        """Return the part of an array, the same on all workers, that the sum over parts makes it."""
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            return array / self.parts
+        return jnp.where((jnp.asarray(self.place.worker) == 0) & (jnp.asarray(self.place.microbatch) == 0), array, jnp.zeros_like(array))
 
     def _full(self, value: Held, full: Shape) -> Any:
         """Return the value of the full batch, on every worker."""
@@ -149,12 +157,15 @@ class Compute(Walk):
             return evaluated(other.replace(params={**other.params, "shape": shape}), [own])
         if all(isinstance(kind, Fixed) for kind in inputs):
             return self._of_fixed(one, other, values, kinds)
+        if name.startswith("scatter") and (rows := row_dims(one, other, inputs)) is not None:
+            return self._scattered(one, values, rows)
         if any(isinstance(kind, Summed) for kind in inputs):
-            adds = name in ("add", "sub", "add_any")
-            kind = Summed() if adds else Fixed()
+            adds = len(inputs) if name in ("add", "sub", "add_any") else 0
+            summed = range(1, len(inputs)) if name == "select_n" else range(adds)  # inputs that are added up
             shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(one.invars, other.invars, strict=True)]
-            arrays = [v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *s) for v, s in zip(values, shapes, strict=True)]
-            return evaluated(one, arrays)
+            wanted = [Summed() if number in summed else Fixed() for number in range(len(inputs))]
+            triples = zip(values, wanted, shapes, strict=True)
+            return evaluated(one, [v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *shape) for v, kind, shape in triples])
         return self._of_rows(one, other, values, kinds)
 
     def _of_fixed(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
@@ -175,15 +186,10 @@ class Compute(Walk):
     def _of_rows(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
         """Return the output arrays of an equation on this worker's rows."""
         name, full = one.primitive.name, [_shape(var) for var in one.invars]
+        if name == "gather" and isinstance(kinds[0], Summed):
+            return [self._looked_up(one, *values)]
         if name == "gather" and (column := numbers_row(one, [value.kind for value in values])) is not None:
-            index = values[1]
-            along = rows_of_index(index.kind)
-            of_rows = self._rows_of(index, along, 1, full[1])
-            # a row's number in the batch is here its place in the part; as it is in range, the place follows from any one of its numbers
-            shape = [1] * of_rows.ndim
-            shape[along] = self.here
-            place = jnp.arange(self.here, dtype=of_rows.dtype).reshape(shape)[..., 0]
-            return evaluated(other, [values[0].array, of_rows.at[..., column].set(jnp.broadcast_to(place, of_rows.shape[:-1]))])
+            return evaluated(other, [values[0].array, self._numbered(values[1], rows_of_index(values[1].kind), column, full[1])])
         first, rows = next((n, value.kind) for n, value in enumerate(values) if isinstance(value.kind, PerRow))
         along = {n: (rows.dim, rows.inner) for n in range(len(values)) if full[n] and n != first}
         if name == "dot_general":
@@ -213,10 +219,54 @@ class Compute(Walk):
             found = evaluated(one.replace(params=params), arrays)
             if [jnp.shape(array) for array in found] == wanted:
                 return found
+        if self.place.known is not None:
+            raise Unreadable(f"its {name} needs all rows at once")
         # all rows on every worker, which keeps those that it needs
         on_all_rows = evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
         return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(on_all_rows, kinds, shapes, strict=True)]
+
+    def _numbered(self, index: Held, along: int, column: int, full: Shape) -> Any:
+        """Return the rows of an index whose `column` holds the number of the row, which is here its place in the part."""
+        of_rows = self._rows_of(index, along, 1, full)
+        shape = [1] * of_rows.ndim
+        shape[along] = self.here
+        place = jnp.arange(self.here, dtype=of_rows.dtype).reshape(shape)[..., 0]
+        return of_rows.at[..., column].set(jnp.broadcast_to(place, of_rows.shape[:-1]))
+
+    def _scattered(self, one: Any, values: list[Held], rows: RowDims) -> list[Any]:
+        """Return the rows that are written here, or what the rows here add."""
+        full = [_shape(var) for var in one.invars]
+        arrays = [
+            self._full(value, shape) if dim is None else self._rows_of(value, dim, rows.inner, shape)
+            for value, dim, shape in zip(values[1:], rows[1:3], full[1:], strict=True)
+        ]
+        if rows.column is not None and rows.index is not None:
+            arrays[0] = self._numbered(values[1], rows.index, rows.column, full[1])
+        if rows.operand is None:
+            return evaluated(one, [self.coerced(values[0], Summed(), full[0], full[0]), *arrays])
+        return evaluated(one, [self._rows_of(values[0], rows.operand, rows.inner, full[0]), *arrays])
+
+    def _looked_up(self, one: Any, table: Held, index: Held) -> Any:
+        """Return the entries of a table that are in the rows here, and 0 for those that are not: a part of the sum over workers."""
+        numbers, (shape, of_index) = one.params["dimension_numbers"], [_shape(var) for var in one.invars]
+        kind, column = table.kind, list(numbers.start_index_map).index(table.kind.dim)
+        places, size = self._full(index, of_index), shape[kind.dim]
+        at = places[..., column]
+        at = jnp.clip(at, 0, size - 1) if one.params["mode"] == GatherScatterMode.CLIP else at
+        outside = (at < 0) | (at >= size)
+        # rows are split into [outer, worker, row of the part, microbatch, inner]
+        rest, inner = jnp.divmod(at, kind.inner)
+        rest, microbatch = jnp.divmod(rest, self.place.microbatches)
+        rest, row = jnp.divmod(rest, self.here)
+        outer, worker = jnp.divmod(rest, self.place.workers)
+        first = (jnp.asarray(self.place.worker) == 0) & (jnp.asarray(self.place.microbatch) == 0)
+        here = jnp.where(outside, first, (worker == self.place.worker) & (microbatch == self.place.microbatch))
+        local = jnp.where(here & ~outside, (outer * self.here + row) * kind.inner + inner, jnp.where(outside, size, 0))
+        (found,) = evaluated(one, [table.array, places.at[..., column].set(local.astype(places.dtype))])
+        looked = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
+        mine = lax.broadcast_in_dim(here, found.shape, looked)
+        return jnp.where(mine, found, jnp.zeros_like(found))
 
     def _over_rows(self, one: Any, value: Held) -> Any:
         """Return the largest, or smallest, over the rows of all workers; equal ones get equal parts of the gradient, as in JAX."""
@@ -364,10 +414,18 @@ def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
 
 
 def _sliced(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
-    starts, strides = one.params["start_indices"], one.params["strides"]
-    kept = [size == _shape(one.outvars[0])[dim] for dim, size in enumerate(_shape(one.invars[0]))]
-    limits = [n if all_of_it else limit for all_of_it, n, limit in zip(kept, arrays[0].shape, one.params["limit_indices"], strict=True)]
-    return {"start_indices": starts, "strides": strides, "limit_indices": tuple(limits)}
+    def scaled(places: Shape) -> Shape:
+        return tuple(
+            place * n // size if size else 0 for place, n, size in zip(places, arrays[0].shape, _shape(one.invars[0]), strict=True)
+        )
+
+    return {key: scaled(one.params[key]) for key in ("start_indices", "limit_indices")}
+
+
+def _split(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
+    axis = one.params["axis"]
+    size, here = _shape(one.invars[0])[axis], arrays[0].shape[axis]
+    return {"sizes": tuple(part * here // size for part in one.params["sizes"])}
 
 
 def _taken(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
@@ -384,9 +442,10 @@ RESIZED: dict[str, Callable[..., dict[str, Any]]] = {
     "broadcast_in_dim": lambda one, arrays, wanted: {"shape": wanted},
     "reshape": lambda one, arrays, wanted: {"new_sizes": wanted},
     "slice": _sliced,
+    "split": _split,
     "dot_general": _same,
     "gather": _taken,
-    **dict.fromkeys("conv_general_dilated pad stack random_fold_in random_wrap random_unwrap".split(), _same),
+    **dict.fromkeys("conv_general_dilated pad stack random_fold_in random_wrap random_unwrap random_split random_bits".split(), _same),
     **dict.fromkeys("reduce_window_sum reduce_window_max reduce_window_min".split(), _same),
     **dict.fromkeys("transpose squeeze argmax argmin cumsum cumprod cummax cummin cumlogsumexp sort concatenate rev".split(), _same),
     **dict.fromkeys("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split(), _same),

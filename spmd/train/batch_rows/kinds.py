@@ -144,6 +144,11 @@ def _summed(name: str, one: Any, values: list[Kind]) -> Kind | None:
         return Summed(total(*powers))
     if name == "div" and kinds == [Summed, Fixed]:
         return Summed(quotient(*powers))
+    if name == "select_n" and kinds[0] is Fixed and jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating):
+        found = values[1]
+        for value in values[2:]:
+            found = joined(found, value)
+        return with_power(found, found.power if powers[0] == 0 else None) if isinstance(found, Summed) else None
     if name in ("add", "sub", "add_any"):
         wanted = [(-1 if kind is Summed else 0) for kind in kinds]
         alike = (kinds == [Summed, Summed] and powers[0] == powers[1]) or powers == wanted

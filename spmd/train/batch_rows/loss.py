@@ -71,12 +71,14 @@ class Reading:
       shares: what they share if they do not.
       problem: why it cannot be read; "" where it can.
       statistics: whether the mean of the workers' statistics is right.
+      weights: whether what is shared depends on the weights, or only on random numbers and statistics that each part has anew.
     """
 
     mean: bool
     shares: tuple[Shared, ...] = ()
     problem: str = ""
     statistics: bool = True
+    weights: bool = True
 
     @property
     def trained(self) -> list[Shared]:
@@ -125,7 +127,8 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     if parts.ticks:
         raise LossError(f"the loss is not a mean over rows, and {seen}.", fix=fix)
     if parts.of_position and reading.trained:
-        why = f"the loss joins rows with {describe(reading.trained[0])}, which depends on the weights, and {seen}, one after the other."
+        what = "the weights" if reading.weights else "random numbers, or on statistics, that each part has anew"
+        why = f"the loss joins rows with {describe(reading.trained[0])}, which depends on {what}, and {seen}, one after the other."
         raise LossError(why, fix=fix)
     nested = next((share for share in reading.shares if share.nested), None)
     if parts.of_position and nested is not None:
@@ -159,37 +162,50 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
         return jax.make_jaxpr(call, axis_env=[(WORKERS, 2)])(variables, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
-    changing = parts.of_position  # from one part to the next: random numbers, and statistics
-    given = _held(variables, sample, changing)
+    draws = parts.ticks or parts.microbatches > 1  # change from one part to the next, as statistics do
+    given = _held(variables, sample, draws=draws, stats=parts.of_position)
     fewest = rows // parts.count
     if parts.ticks:
         fewest = split_microbatches(placed.parallel, jax.ShapeDtypeStruct((fewest,), jnp.float32)).rows
     fewest = max(fewest, 2)  # what is written for dims of size 1 says too little
-    others = fewest if fewest < rows else 2 * rows
-    try:
-        with LEAKS:
-            found, shares = read_loss(trace(rows), trace(others), given, rows, others)
-    except Exception as error:  # whatever a loss raises on another number of rows
-        if isinstance(error.__cause__, jax.errors.UnexpectedTracerError):
-            raise
-        return Reading(mean=False, problem=str(error).strip().partition("\n")[0])
+    problem = ""
+    for others in (fewest, 2 * rows) if fewest < rows else (2 * rows,):  # a loss of groups of rows may take no fewer
+        try:
+            with LEAKS:
+                traces = trace(rows), trace(others)
+                found, shares = read_loss(*traces, given, rows, others)
+            break
+        except Exception as error:  # whatever a loss raises on another number of rows
+            if isinstance(error.__cause__, jax.errors.UnexpectedTracerError):
+                raise
+            problem = problem or str(error).strip().partition("\n")[0]
+    else:
+        return Reading(mean=False, problem=problem)
     kinds = iter([held.kind for held in found])
     value, extra, stats = jax.tree.map(lambda leaf: (next(kinds), leaf.shape, leaf.dtype), outputs[0])
     statistics = all(_is_same(leaf) for leaf in jax.tree.leaves(stats, is_leaf=_is_output))
-    return Reading(statistics and _is_mean(value) and all(map(_is_mean, extra.values())), tuple(shares), statistics=statistics)
+    mean = statistics and _is_mean(value) and all(map(_is_mean, extra.values()))
+    weights = True
+    if parts.of_position and any(share.trained for share in shares):
+        of_weights = read_loss(*traces, _held(variables, sample, draws=False, stats=False), rows, others)[1]
+        weights = any(share.trained for share in of_weights)
+    return Reading(mean, tuple(shares), statistics=statistics, weights=weights)
 
 
-def _held(variables: Variables, sample: Tree, changing: bool) -> list[Held]:
-    """Return the inputs of a traced loss: the arrays of `Variables`, of a batch, and a key."""
+def _held(variables: Variables, sample: Tree, *, draws: bool, stats: bool) -> list[Held]:
+    """Return the inputs of a traced loss: the arrays of `Variables`, of a batch, and a key.
+
+    `draws`, `stats`: whether random numbers and statistics change from one part of a batch to the next, and so are as what is trained.
+    """
     kinds = dataclasses.replace(
         variables,
         params=jax.tree.map(lambda _: Held(Fixed(), True), variables.params),
         frozen=jax.tree.map(lambda _: Held(Fixed()), variables.frozen),
-        stats=jax.tree.map(lambda _: Held(Fixed(), changing), variables.stats),
-        rngs=jax.tree.map(lambda _: Held(KEY, changing), variables.rngs),
+        stats=jax.tree.map(lambda _: Held(Fixed(), stats), variables.stats),
+        rngs=jax.tree.map(lambda _: Held(KEY, draws), variables.rngs),
     )
     batch = jax.tree.map(lambda _: Held(PerRow(0)), sample)
-    return jax.tree.leaves((kinds, batch, Held(KEY, changing)), is_leaf=lambda leaf: isinstance(leaf, Held))
+    return jax.tree.leaves((kinds, batch, Held(KEY, draws)), is_leaf=lambda leaf: isinstance(leaf, Held))
 
 
 def _is_mean(output: Any) -> bool:
@@ -274,15 +290,16 @@ def _computed(
 
     first, shapes = trace(rows)
     arrays = jax.tree.leaves((variables, batch, key))
-    given = [held._replace(array=x) for held, x in zip(_held(variables, batch, changing=False), arrays, strict=True)]
+    given = [held._replace(array=x) for held, x in zip(_held(variables, batch, draws=False, stats=False), arrays, strict=True)]
     problem = ""
-    for traced in (1, 2) if here == 1 else (here,):  # for dims of size 1 JAX may do something else
+    # 1. For dims of size 1 JAX may do something else. 2. A loss of groups of rows may take no fewer than all.
+    for traced in (1, 2, 2 * rows) if here == 1 else (here, 2 * rows):
         known: Iterator[Any] | None = None if place.known is None else iter(place.known)
         compute = Compute(rows, traced, here=here, place=place, known=known, record=record)
         try:
             found = compute.closed(first, trace(traced)[0], given)
-        except Unreadable as error:
-            problem = str(error)
+        except (Unreadable, LossError) as error:
+            problem = problem or str(error).strip().partition("\n")[0]
             if record is not None:
                 record.clear()
             continue
@@ -329,7 +346,7 @@ def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
     pair = len(leaves) == 2
 
     def part(held: Held, shape: tuple[int, ...]) -> Any:
-        if shape and shape[0] == compute.rows and not isinstance(held.kind, Summed):  # one value per row
+        if shape and shape[0] == compute.rows:  # one value per row
             return compute.coerced(held, PerRow(0), shape, shape)
         scale = 1 if pair else compute.parts
         if isinstance(held.kind, Summed):

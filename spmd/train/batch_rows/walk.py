@@ -31,7 +31,16 @@ OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 JAX = str(Path(jax.__file__).parent)
 CHUNKED = chunked_cross_entropy.__file__
 ATTENTION = scoring.__file__
-SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
+SIZED = (
+    "shape",
+    "sizes",
+    "new_sizes",
+    "start_indices",
+    "limit_indices",
+    "slice_sizes",
+    "sharding",
+    "out_sharding",
+)  # the results' shapes determine these
 NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 ROUNDS = 6  # of a loop, until the kinds that it carries stay
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -126,7 +135,7 @@ class Walk(Sizes):
             return None
         sized = {dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if x != y}
         if isinstance(kind, Summed):
-            return None if sized else kind
+            return with_power(kind, None) if sized else kind
         if isinstance(kind, Fixed):
             return kind if sized <= kind.uniform | {kind.number} else with_power(kind, None)
         size, part = a[kind.dim], b[kind.dim]
@@ -139,6 +148,8 @@ class Walk(Sizes):
     def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of an equation."""
         name = one.primitive.name
+        if name == "reshard":  # jax 0.10.2: `jnp.where` with a number, of a batch that was traced without the mesh of the step
+            return values
         if name == "scan":
             return self.scan(one, other, values)
         if name == "cond":
