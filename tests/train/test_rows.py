@@ -209,6 +209,8 @@ OTHERS = {
         "x",
         "y",
     ),
+    "counts of classes": (lambda r, y: (r / jnp.zeros(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
+    "more than counts of classes": (lambda r, y: (r / jnp.ones(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
     "sums of classes": (lambda x, y: (jax.ops.segment_sum(x, y, 3) ** 2).sum(), "x", "y"),
     "a bound on a mean": (lambda r: jnp.maximum(r.mean(), 0.1) + jnp.sqrt((r**2).mean()), "reward"),
     "a softmax over rows": (lambda r: (jax.nn.softmax(r) * r).sum(), "reward"),

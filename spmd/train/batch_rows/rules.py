@@ -166,6 +166,8 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     if any(not isinstance(value, Fixed) for value in values[1:]):
         return None
     kept = _without_number(values[0])
+    if isinstance(kept, Fixed) and one.primitive.name == "pad":
+        kept = dataclasses.replace(kept, zero=False)
     if isinstance(kept, Summed):
         return kept if one.primitive.name == "slice" else None
     if any(value.power != 0 for value in values[1:]) or _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept):
@@ -308,6 +310,28 @@ def rows_of_index(index: Any) -> int:
     return index.dim if isinstance(index, PerRow) else index.number or 0
 
 
+def _scatter_add(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """Return the kind of sums of rows by an index of each row, such as counts of classes: sums over rows, if they are added to zeros."""
+    del sizes
+    operand, index, updates = values
+    if not isinstance(operand, Fixed) or not operand.zero or one.invars[0].aval.shape != other.invars[0].aval.shape:
+        return None
+    numbers = one.params["dimension_numbers"]
+    if not isinstance(index, PerRow) or index.dim in numbers.scatter_indices_batching_dims or index.dim == one.invars[1].aval.ndim - 1:
+        return None
+    along = rows_of_updates(one, index)
+    if isinstance(updates, Summed) or (isinstance(updates, PerRow) and (updates.dim, updates.inner) != (along, index.inner)):
+        return None
+    same = index.power == 0 and (isinstance(updates, PerRow) or along in updates.uniform)
+    return Summed(updates.power if same else None)
+
+
+def rows_of_updates(one: Any, index: PerRow) -> int:
+    """Return the dim of what is added up by an index along which the rows are."""
+    windows = one.params["dimension_numbers"].update_window_dims
+    return [dim for dim in range(one.invars[2].aval.ndim) if dim not in windows][index.dim]
+
+
 def _iota(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     del sizes, other, values
     along = one.params["dimension"]
@@ -365,6 +389,8 @@ RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
+    "scatter-add": _scatter_add,
+    "scatter_add": _scatter_add,
     "iota": _iota,
     "random_bits": _bits,
     "random_split": _split_key,
