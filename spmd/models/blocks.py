@@ -10,6 +10,7 @@ from flax.core import tracers
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.models.base import LAYER_PARAMS
+from spmd.nn.parallel_context import named_layers
 from spmd.tree import Tree, flatten
 
 INSIDE = "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
@@ -54,6 +55,24 @@ def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]
         if prefix not in left_out and any(len(shape) > 1 for _, shape, _ in arrays):
             groups.setdefault((prefix.rpartition("/")[0], tuple(sorted(arrays))), []).append(prefix)
     return [tuple(paths) for paths in groups.values() if len(paths) > 1]
+
+
+@dataclasses.dataclass
+class NamedBlocks(BlockCalls):
+    """Calls blocks with these paths by a name with which a reader of the traced loss finds them."""
+
+    paths: frozenset[str]
+    _inside: bool = False
+
+    def takes(self, path: str) -> bool:
+        return not self._inside and path in self.paths
+
+    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+        self._inside = True
+        try:
+            return named_layers(function)(params, others)
+        finally:
+            self._inside = False
 
 
 @dataclasses.dataclass

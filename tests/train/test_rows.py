@@ -225,6 +225,8 @@ OTHERS = {
         "x",
         "y",
     ),
+    "a part for each row of a class": (lambda r, y: (r / jnp.zeros(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
+    "a part of more than a class": (lambda r, y: (r / jnp.ones(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
     "sums of classes": (lambda x, y: (jax.ops.segment_sum(x, y, 3) ** 2).sum(), "x", "y"),
     "counts of classes": (lambda x, y: (CE(x[:, :3], y) / (jnp.bincount(y, length=3) + 1)[y]).mean(), "x", "y"),
     "sums of classes, on other numbers": (lambda r, y: jnp.square(jnp.asarray(W[0]).at[y].add(r)).sum(), "reward", "y"),

@@ -7,20 +7,23 @@ number. What `walk` finds that workers have to share is summed, or gathered, her
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
 from spmd.jaxpr import scanned
-from spmd.rng import worker_key
-from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Summed
+from spmd.nn import gathered_blocks, gathered_scan, parallel_context
+from spmd.rng import at_worker, counts_rows, data_at_worker, worker_key
+from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, Local, PerRow, Summed
 from spmd.train.batch_rows.rules import OVER_ROWS, numbers_row, rows_of_index
 from spmd.train.batch_rows.scatters import RowDims, row_dims
-from spmd.train.batch_rows.walk import Held, Shared, Unreadable, Walk, evaluated
+from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Shared, Unreadable, Walk, defined_in, evaluated
 from spmd.wire import collectives
 
 Shape = tuple[int, ...]
@@ -48,6 +51,12 @@ class Place:
     microbatch: Any = 0
     known: list[Any] | None = None
 
+    def key_of_rows(self, batch: Any) -> Callable[[Any], Any]:
+        """Return a function from a random key to one of which `Compute` makes that of a worker with as many rows as `batch` has."""
+        if self.workers == 1:
+            return lambda key: key
+        return functools.partial(worker_key, worker=np.uint32(0), rows=jax.tree.leaves(batch)[0].shape[0], workers=self.workers)
+
 
 @dataclasses.dataclass(frozen=True)
 class Compute(Walk):
@@ -58,14 +67,18 @@ class Compute(Walk):
     Attributes:
       here: the number of rows here; the second trace may be one of two rows where there is one.
       place: where they are in the batch.
+      row_wise: whether the layers that a layout computes in ways of its own are row by row.
       known: goes through `place.known`.
       record: takes the arrays that workers share.
+      constants: the captured arrays of the second trace, by the identity of those of the first; a pipeline's schedule is one.
     """
 
     here: int = 0
     place: Place = Place()
+    row_wise: bool = False
     known: Iterator[Any] | None = None
     record: list[Any] | None = None
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def parts(self) -> int:
@@ -136,6 +149,61 @@ class Compute(Walk):
         of_worker = lax.dynamic_index_in_dim(split_up, jnp.asarray(self.place.worker), dim + 1, keepdims=False)
         return jnp.reshape(lax.dynamic_index_in_dim(of_worker, jnp.asarray(self.place.microbatch), dim + 2, keepdims=False), wanted)
 
+    # a layout's own functions -----------------------------------------------------------------------------------------------------------
+
+    def constant(self, first: Any, second: Any) -> Held:
+        """Return a captured array, or a literal, of the full batch."""
+        self.constants[id(first)] = second
+        return super().constant(first, second)
+
+    def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of an equation."""
+        if _of_layout(one):
+            return self.of_layout(one, other, values)
+        if one.primitive.name in CALLS or not any(isinstance(value.kind, Local) for value in values):
+            return super().equation(one, other, values)
+        if any(isinstance(value.kind, PerRow | Summed) for value in values):
+            raise Unreadable("it joins rows with something else that layers return")
+        return [Held(Local(), True, array) for array in evaluated(other, self.on_rows(other, values))]
+
+    def of_layout(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of a layout's own function, such as a pipeline, on this worker's rows."""
+        if not self.row_wise or self.here != self.others:
+            raise Unreadable(
+                "it joins rows in layers that this layout computes in parts" if self.here == self.others else "it has one row here"
+            )
+        if any(isinstance(value.kind, Summed) for value in values):
+            raise Unreadable("a stack of layers gets a sum over rows")
+        found = [self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        if None in found:
+            raise Unreadable("a stack of layers has other dims on few rows than on many")
+        arrays = evaluated(other, self.on_rows(other, values))
+        kinds = [kind if isinstance(kind, PerRow) else Local() for kind in found]
+        return [Held(kind, True, array) for kind, array in zip(kinds, arrays, strict=True)]
+
+    def on_rows(self, other: Any, values: list[Held]) -> list[Any]:
+        """Return inputs as they are on this worker's rows: of random keys, those of the worker."""
+        arrays = []
+        for value, var in zip(values, other.invars, strict=True):
+            array, shape = self.constants.get(id(value.array), value.array), _shape(var)
+            if isinstance(value.kind, Fixed):
+                differs = {dim for dim, (a, b) in enumerate(zip(jnp.shape(array), shape, strict=True)) if a != b}
+                array = _narrowed(array, jnp.shape(array), shape) if differs <= value.kind.uniform else array
+                array = self.own_key(array) if value.kind.key else array
+            if jnp.shape(array) != shape:
+                raise Unreadable(f"layers get {jnp.shape(array)} in place of {shape}")
+            arrays.append(array)
+        return arrays
+
+    def own_key(self, key: Any) -> Any:
+        """Return a random key, or its data, as this worker's, whose draws are those of its rows."""
+        worker = jnp.asarray(self.place.worker)
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            return data_at_worker(key, worker) if key.dtype == jnp.uint32 and key.shape[-1:] == (3,) else key
+        if counts_rows(key):
+            return at_worker(key, worker)
+        return worker_key(key, worker, rows=self.here, workers=self.place.workers)
+
     # equations ----------------------------------------------------------------------------------------------------------------------------
 
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
@@ -152,7 +220,7 @@ class Compute(Walk):
         if name in OVER_ROWS and isinstance(inputs[0], PerRow) and isinstance(kinds[0], Fixed):
             return [self.shared(lambda: self._over_rows(one, values[0]))]
         if name == "random_bits" and isinstance(inputs[0], Fixed) and isinstance(kinds[0], PerRow):
-            own = worker_key(values[0].array, jnp.asarray(self.place.worker), rows=self.here, workers=self.place.workers)
+            own = self.own_key(values[0].array)
             shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))[own.ndim :]
             return evaluated(other.replace(params={**other.params, "shape": shape}), [own])
         if all(isinstance(kind, Fixed) for kind in inputs):
@@ -371,6 +439,15 @@ class Compute(Walk):
         branches = [branch(pair) for pair in zip(one.params["branches"], other.params["branches"], strict=True)]
         arrays = lax.switch(index.array, branches, *(value.array for value in inputs))
         return [each._replace(array=array) for each, array in zip(kinds, arrays, strict=True)]
+
+
+OWN_FILES = (gathered_scan.__file__, gathered_blocks.__file__)
+
+
+def _of_layout(one: Any) -> bool:
+    """Return whether an equation is a layout's own function: layers whose parameters are gathered in it, or a region of several devices."""
+    name = one.primitive.name
+    return (name in OWN_GRADIENT and defined_in(one) in OWN_FILES) or (name == "shard_map" and defined_in(one) == parallel_context.__file__)
 
 
 def _shape(var: Any) -> Shape:

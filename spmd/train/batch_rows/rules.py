@@ -179,6 +179,8 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     if any(not isinstance(value, Fixed) for value in values[1:]):
         return None
     kept = _without_number(values[0])
+    if isinstance(kept, Fixed) and one.primitive.name == "pad":
+        kept = dataclasses.replace(kept, zero=False)
     if isinstance(kept, Summed):
         return kept if one.primitive.name == "slice" else None
     moved = _sized(one.params.get("start_indices", ()), other.params.get("start_indices", ()))

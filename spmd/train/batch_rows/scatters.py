@@ -30,7 +30,9 @@ def scatter(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     if rows is None:
         return None
     if rows.operand is None:
-        return Summed(None)
+        added = isinstance(operand, Fixed) and operand.zero and others[0].power == 0
+        same = isinstance(others[1], PerRow) or (isinstance(others[1], Fixed) and rows.updates in others[1].uniform)
+        return Summed(others[1].power if added and same else None)
     same = isinstance(operand, PerRow) or (isinstance(operand, Fixed) and rows.operand in operand.uniform)
     return PerRow(rows.operand, rows.inner, 0 if same and all(value.power == 0 for value in values) else None)
 
