@@ -19,7 +19,7 @@ from jax.extend import random as jax_random
 FEW = 8  # splits into fewer keys than this are never taken for one key per row
 
 
-def worker_key(key: jax.Array, worker: jax.Array, *, rows: int, workers: int) -> jax.Array:
+def worker_key(key: jax.Array, worker: Any, *, rows: int, workers: int) -> jax.Array:
     """`key` (a threefry key, equal on all workers) as the key of one worker, which holds `rows` rows.
 
     An array drawn from it is taken to hold the worker's rows along dim 0 when that dim is a multiple of `rows`; any other

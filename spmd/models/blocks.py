@@ -10,7 +10,6 @@ from flax.core import tracers
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.models.base import LAYER_PARAMS
-from spmd.nn.parallel_context import named_layers
 from spmd.tree import Tree, flatten
 
 INSIDE = "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
@@ -59,9 +58,10 @@ def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]
 
 @dataclasses.dataclass
 class NamedBlocks(BlockCalls):
-    """Calls blocks with these paths by a name with which a reader of the traced loss finds them."""
+    """Calls blocks with these paths as `named` says: by a name with which a reader of the traced loss finds them."""
 
     paths: frozenset[str]
+    named: Callable[[RunBlock], RunBlock]
     _inside: bool = False
 
     def takes(self, path: str) -> bool:
@@ -70,7 +70,7 @@ class NamedBlocks(BlockCalls):
     def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
         self._inside = True
         try:
-            return named_layers(function)(params, others)
+            return self.named(function)(params, others)
         finally:
             self._inside = False
 

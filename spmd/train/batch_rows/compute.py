@@ -55,7 +55,7 @@ class Place:
         """Return a function from a random key to one of which `Compute` makes that of a worker with as many rows as `batch` has."""
         if self.workers == 1:
             return lambda key: key
-        return functools.partial(worker_key, worker=np.uint32(0), rows=jax.tree.leaves(batch)[0].shape[0], workers=self.workers)
+        return functools.partial(worker_key, worker=np.zeros((), np.uint32), rows=jax.tree.leaves(batch)[0].shape[0], workers=self.workers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from spmd.jaxpr import without_unused
 from spmd.models.base import Call, Variables
 from spmd.models.blocks import NamedBlocks
 from spmd.nn.layer_stack import split_microbatches
-from spmd.nn.parallel_context import UNSHARDED, parallel_scope
+from spmd.nn.parallel_context import UNSHARDED, named_layers, parallel_scope
 from spmd.tracebacks import users_line
 from spmd.train.activations import Seen
 from spmd.train.batch_rows.compute import Compute, Place
@@ -177,7 +177,7 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
     def call(variables: Variables, batch: Tree, key: Any) -> Any:
         variables = cast_variables(variables, dtype)
         with parallel_scope(dataclasses.replace(UNSHARDED, used=set(), schedules={}, reading=(WORKERS,))):
-            named = NamedBlocks(frozenset(blocks)) if blocks else None
+            named = NamedBlocks(frozenset(blocks), named_layers) if blocks else None
             asked = Call(True, key, sync_axes=(WORKERS,), remat=remat, dtype=dtype, output_hook=Seen(placed.resolved), blocks=named)
             bound = placed.given.bind(variables, asked)
             value, extra = loss(bound, batch, key)
