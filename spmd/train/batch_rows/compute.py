@@ -255,7 +255,7 @@ class Compute(Walk):
         """Return the output arrays of an equation on this worker's rows."""
         name, full = one.primitive.name, [_shape(var) for var in one.invars]
         if name == "gather" and isinstance(kinds[0], Summed):
-            return [self._looked_up(one, *values)]
+            return [self._looked_up(one, values[0], values[1], values[0].kind)]
         if name == "gather" and (column := numbers_row(one, [value.kind for value in values])) is not None:
             return evaluated(other, [values[0].array, self._numbered(values[1], rows_of_index(values[1].kind), column, full[1])])
         first, rows = next((n, value.kind) for n, value in enumerate(values) if isinstance(value.kind, PerRow))
@@ -315,10 +315,10 @@ class Compute(Walk):
             return evaluated(one, [self.coerced(values[0], Summed(), full[0], full[0]), *arrays])
         return evaluated(one, [self._rows_of(values[0], rows.operand, rows.inner, full[0]), *arrays])
 
-    def _looked_up(self, one: Any, table: Held, index: Held) -> Any:
+    def _looked_up(self, one: Any, table: Held, index: Held, kind: Any) -> Any:
         """Return the entries of a table that are in the rows here, and 0 for those that are not: a part of the sum over workers."""
         numbers, (shape, of_index) = one.params["dimension_numbers"], [_shape(var) for var in one.invars]
-        kind, column = table.kind, list(numbers.start_index_map).index(table.kind.dim)
+        column = list(numbers.start_index_map).index(kind.dim)
         places, size = self._full(index, of_index), shape[kind.dim]
         at = places[..., column]
         at = jnp.clip(at, 0, size - 1) if one.params["mode"] == GatherScatterMode.CLIP else at

@@ -73,7 +73,7 @@ def _by_number(one: Any, values: list[Any]) -> RowDims | None:
     for column in sorted(getattr(index, "columns", None) or ()):
         dim = numbers.scatter_dims_to_operand_dims[column]
         every = along is not None and one.invars[0].aval.shape[dim] == one.invars[1].aval.shape[along]
-        if every and dim in numbers.inserted_window_dims:
+        if along is not None and every and dim in numbers.inserted_window_dims:
             return RowDims(dim, along, _looked(one)[along], column=column)
     return None
 
