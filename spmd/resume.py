@@ -11,7 +11,7 @@ from spmd.data.work_assignment import Position
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
-from spmd.run.checkpoint_reader import data_changes, is_hashed, option_changes, saved_position
+from spmd.run.checkpoint_reader import data_changes, is_hashed, option_changes, saved_numbers, saved_position
 from spmd.run.config import StartPoint
 from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
@@ -145,7 +145,10 @@ def _restore(
         changes.append("the checkpoint has no hash of its data, so the contents of the data were not compared")
     changes += ["the checkpoint does not say where in its data the loop was: its first epoch begins"] if alone else []
     trainer.placed.release()  # so that the restored state finds their memory free
-    state, comm_changes = trainer.load(store, step) if in_memory is None else (in_memory.build(), [])
+    if in_memory is None:
+        state, state_changes = trainer.load(store, step)
+    else:
+        state, state_changes = trainer.script_numbers.update(in_memory.build(), saved_numbers(saved, trainer.abstract_state))
     if changed_data:
         changes += [f"{name} of the data have changed" for name in problems]
     else:  # raised last: if the model has changed too, that error is more useful
@@ -156,4 +159,4 @@ def _restore(
     if in_memory is not None:
         than_disk = "there is none on disk" if on_disk is None else f"{step - on_disk} steps after the newest checkpoint on disk"
         source = f"memory ({in_memory.source}), {than_disk}"
-    return StartPoint(state, position, callbacks, [*changes, *comm_changes], owes, evaluated, source)
+    return StartPoint(state, position, callbacks, [*changes, *state_changes], owes, evaluated, source)

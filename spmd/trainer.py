@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,10 +30,11 @@ from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_position
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_numbers, saved_position
 from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
+from spmd.run.script_numbers import ScriptNumbers, find_script_numbers
 from spmd.sync.notes import notes as exchange_notes, server_notes
 from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.train.choose_frozen import check_same_trained
@@ -286,17 +288,27 @@ class Trainer:
                 **options_of(self._placed.given_optimizer),
             },
             "storage": self.packing,
+            "optimizer": self.script_numbers.to_json(),
         }
+
+    @functools.cached_property
+    def script_numbers(self) -> ScriptNumbers:
+        """The numbers that the script gave the optimizer and that the state keeps."""
+        return find_script_numbers(*self._placed.optimizer_at_start, self._placed.optimized)
 
     @outside_of_mesh()
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
-        """The state of a step, and in words what of the optimizer's wrappers and of the codecs' memory did not fit."""
+        """The state of a step; and in words the numbers of the optimizer that the script has changed, and what of the optimizer's wrappers
+        and of the codecs' memory did not fit."""
+        meta = reader.meta(step)
         with reader.naming_errors(step):
-            layout = loads(reader.meta(step)["layout"])
+            layout = loads(meta["layout"])
         check_sync_schedule(layout.parameter_server, self.layout.parameter_server, step)
         check_same_trained(layout, self.layout, step)
         placed = self._placed
-        return reader.restore(step, self.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
+        state, changes = reader.restore(step, self.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
+        state, numbers = self.script_numbers.update(state, saved_numbers(meta, self.abstract_state))
+        return state, [*numbers, *changes]
 
     @property
     def packing(self) -> dict[str, Any] | None:

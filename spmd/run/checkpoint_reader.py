@@ -50,6 +50,7 @@ META_TYPES = {
     "mesh": str,
     "options": dict,
     "storage": dict | None,
+    "optimizer": dict,
     "position": dict,
     "callbacks": list,
     "pace": list | None,
@@ -338,6 +339,13 @@ def saved_position(meta: Mapping[str, Any], step: int, reader: CheckpointReader,
         raise CheckpointError(f"{why}.", fix=f"trainer.save(info, folder), with what trainer.steps yields; {fix}")
     with reader.naming_errors(step):
         return Position(**meta["position"]), meta["data"]
+
+
+def saved_numbers(meta: Mapping[str, Any], wanted: State) -> dict[str, Any] | None:
+    """The numbers that the script gave the optimizer of a checkpoint (`ScriptNumbers`), by their paths in the wanted state; None if the
+    checkpoint, of an earlier version, does not say."""
+    numbers = meta.get("optimizer")
+    return None if numbers is None else Rewrapping(meta["arrays"], arrays_by_path(wanted)).renamed(numbers)
 
 
 def option_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -346,6 +346,11 @@ class PlacedModel:
         exchange, first = self.exchange, self.optimizer.init
         return opening_per_worker(first, exchange.worker_count) if exchange.local else first
 
+    @property
+    def optimizer_at_start(self) -> tuple[Opening, Tree]:
+        """The function that makes the optimizer's state at step 0, of one worker, and the shapes of what it is called with."""
+        return self.optimizer.init, self._variables.params
+
     @functools.cached_property
     def shardings(self) -> State:
         """The sharding of every leaf of the state."""
