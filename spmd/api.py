@@ -45,6 +45,7 @@ from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
+from spmd.run.report_cycles import report_unfinished
 from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
@@ -348,6 +349,7 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
+    report_unfinished(run.state.opt, run.step, saved=store is not None)
     of_steps = None if profiler is None else profiler.profile
     rate = run.samples / seconds if run.samples and seconds > 0 else None
     return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)

@@ -153,11 +153,16 @@ def test_resume_from_memory_takes_the_number(tmp_path, killed):  # noqa: F811
     assert said(tmp_path / "run") == ["opt/hyperparams/learning_rate of optax.inject_hyperparams was 0.1, is 0.01"]
 
 
-def test_number_in_another_dtype(tmp_path):
+def test_number_that_the_initial_state_computes(tmp_path):
     def make(rate):
-        return optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.bfloat16)(jnp.float32(rate))
+        inner = optax.inject_hyperparams(optax.sgd)(1.0)
 
-    trainers = [spmd.Trainer(linear(), loss=LOSS, optimizer=make(rate)) for rate in (0.1, 0.01)]
-    assert [trainer.script_numbers.to_json()["opt/hyperparams/learning_rate"] for trainer in trainers] == [0.10009765625, 0.01000213623046875]
+        def init(params):
+            return inner.init(params)._replace(hyperparams={"learning_rate": jnp.float32(rate) * jnp.float32(2)})
+
+        return optax.GradientTransformationExtraArgs(init, inner.update)
+
+    trainers = [spmd.Trainer(linear(), loss=LOSS, optimizer=make(rate)) for rate in (0.25, 0.125)]
+    assert [trainer.script_numbers.to_json()["opt/hyperparams/learning_rate"] for trainer in trainers] == [0.5, 0.25]
     trainers[0].save(trainers[0].init(), tmp_path)
-    assert trainers[1].restore(tmp_path).opt.hyperparams["learning_rate"] == jnp.bfloat16(0.01)
+    assert float(trainers[1].restore(tmp_path).opt.hyperparams["learning_rate"]) == 0.25
