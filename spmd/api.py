@@ -219,8 +219,8 @@ def fit(
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
       checkpoint: a folder, or a `Checkpoint` with more options.
-      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also when the contents of the data have
-        changed, such as a repaired row.
+      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also when the data have changed, such as a
+        repaired row, their number, the batch size, `shuffle` or the seed: a line says what of the order is lost.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
       log_every: steps per record; each record is the mean over them, with rates such as tokens per second.

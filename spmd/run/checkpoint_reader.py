@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.data.sources import RECORDS_SEED
 from spmd.data.work_assignment import Position
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, Problem, SpmdError, raise_problems, short_repr
@@ -360,8 +361,9 @@ def option_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 def data_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Problem]:
     """Where the descriptions of two runs' data differ, by name."""
-    unhashed = () if is_hashed(saved) else tuple(name for name in now if name.startswith("contents"))
-    different = [name for name in dict.fromkeys([*saved, *now]) if name not in unhashed and saved.get(name) != now.get(name)]
+    unknown = set() if is_hashed(saved) else {name for name in now if name.startswith("contents")}
+    unknown |= {RECORDS_SEED} - saved.keys()
+    different = [name for name in dict.fromkeys([*saved, *now]) if name not in unknown and saved.get(name) != now.get(name)]
     return {name: Problem(name, [f"saved {saved.get(name)!r}, now {now.get(name)!r}"]) for name in different}
 
 

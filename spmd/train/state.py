@@ -88,9 +88,14 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory) -> State:
     """A state at step 0, under a trace; `opening` makes the optimizer's, and `memory` what the exchange of gradients remembers."""
     key = jax.random.key(seed, impl="threefry2x32")
-    opt, data = opening(variables.params), jax.random.key_data(key)
+    opt, data = opening(variables.params), seed_data(seed)
     exchange = memory(key, variables.params)
     return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, exchange, variables.frozen)
+
+
+def seed_data(seed: Any) -> jax.Array:
+    """A run's `State.key`, uint32[2], from its seed."""
+    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
 
 
 def opening_per_worker(opening: Opening, workers: int) -> Opening:
