@@ -214,8 +214,8 @@ def fit(
       batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
       epochs, steps: the length of the run; give one of them, or neither for one epoch.
       eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
-      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or `optax.contrib.schedule_free` keeps, and
-        not the newest weights.
+      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or `optax.contrib.schedule_free` keeps, or
+        the slow weights of `optax.lookahead`, and not the newest weights.
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
       checkpoint: a folder, or a `Checkpoint` with more options.

@@ -145,7 +145,9 @@ def _restore(
     of_order = [problem for name, problem in problems.items() if not name.startswith("contents")]
     if of_order and not changed_data:
         keeps = "which keeps weights, optimizer and step, and says what of the order is lost"
-        of_order[-1] = dataclasses.replace(of_order[-1], fix=f'data, batches and order as the run began; or resume="{CHANGED_DATA}", {keeps}.')
+        of_order[-1] = dataclasses.replace(
+            of_order[-1], fix=f'data, batches and order as the run began; or resume="{CHANGED_DATA}", {keeps}.'
+        )
         raise_problems(CheckpointError, headline, of_order)
     if is_hashed(now) and not is_hashed(data):
         changes.append("the checkpoint has no hash of its data, so the contents of the data were not compared")

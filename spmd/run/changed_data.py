@@ -9,7 +9,9 @@ from spmd.data.work_assignment import Position
 SIZES = {"batch_size", "batches"}  # facts of data that say nothing about the order of its examples
 
 
-def resumed_position(at: Position, saved: Mapping[str, Any], now: Mapping[str, Any], changed: Collection[str]) -> tuple[Position, list[str]]:
+def resumed_position(
+    at: Position, saved: Mapping[str, Any], now: Mapping[str, Any], changed: Collection[str]
+) -> tuple[Position, list[str]]:
     """The position of a run in changed data, and lines that say what has changed and what of the order is lost.
 
     If only the size of batches has changed, the run continues behind the examples that it took; where that is inside a batch, at the

@@ -1,4 +1,4 @@
-"""Lines on optimizers of optax that need several steps for one update, `optax.MultiSteps` and `optax.contrib.sam`, where a run does not fit."""
+"""Reports where a run does not fit an optimizer that needs several steps for one update: `optax.MultiSteps` and `optax.contrib.sam`."""
 
 import logging
 from typing import Any
@@ -24,7 +24,7 @@ def report_unfinished(opt: Any, step: int, *, saved: bool) -> None:
         why = "the gradients of %s came after the last update of optax.MultiSteps: they are not in the model%s.\n    fix: %s"
         logging.getLogger("spmd").warning(why, _last(left), resumed, _fix(step, left))
     if left := _left(opt, optax.contrib.SAMState, "steps_since_sync"):
-        why = "the run ends within an update of optax.contrib.sam: %s moved the weights to perturbed ones, which are not to be used.\n    fix: %s"
+        why = "the run ends within an update of optax.contrib.sam: %s moved the weights to perturbed ones.\n    fix: %s"
         logging.getLogger("spmd").warning(why, _last(left), _fix(step, left))
 
 
@@ -39,7 +39,7 @@ def report_perturbed(opt: Any, step: int) -> bool:
 
 
 def averages_batches(opt: Any) -> bool:
-    """Whether an optimizer, by its state, takes the mean of the gradients of several batches, each counted alike."""
+    """Return whether an optimizer, by its state, takes the mean of the gradients of several batches, each counted alike."""
     return any(isinstance(node, optax.MultiStepsState) for node in nodes(opt))
 
 

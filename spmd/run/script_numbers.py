@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend.core import Literal
 
 from spmd.layout.resolve import Resolved
@@ -61,7 +60,7 @@ class ScriptNumbers:
             if saved is None:
                 if path in self.injected and not _holds(leaves[path], value):
                     replaced[path] = value
-                    why = "and the checkpoint, of an earlier version, does not tell whether the script or training made it so"
+                    why = "and the checkpoint, of an earlier version, does not record the script's value: training may have set it"
                     lines.append(f"{self._named(path)} was {_shown(_one(leaves[path], value))}, is {_shown(value)}, {why}")
                 continue
             if path not in saved or _equal(began := np.asarray(saved[path], value.dtype), value):
@@ -69,7 +68,9 @@ class ScriptNumbers:
             trained = not _holds(leaves[path], began)
             if trained and path not in self.injected:
                 held = _shown(_one(leaves[path], value))
-                lines.append(f"{path} began at {_shown(began)} and now begins at {_shown(value)}; it stays {held}, which training made of it")
+                lines.append(
+                    f"{path} began at {_shown(began)} and now begins at {_shown(value)}; it stays {held}, which training made of it"
+                )
                 continue
             replaced[path] = value
             since = f", and {_shown(_one(leaves[path], value))} when it was saved" if trained else ""
@@ -138,7 +139,7 @@ def _states(opt: Any, kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _holds(leaf: jax.Array, value: np.ndarray) -> bool:
-    """Whether all of an array is `value`; equal in all processes."""
+    """Return whether all of an array is `value`; all processes agree."""
     return bool(jax.jit(lambda x: ((x == value) | ((x != x) & (value != value))).all())(leaf))
 
 

@@ -40,6 +40,7 @@ def adapt_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _takes_value(update: Any) -> bool:
+    """Return whether an update takes the loss, as far as its signature is known."""
     try:
         parameters = inspect.signature(update).parameters.values()
     except (TypeError, ValueError):  # not known: it is called, and what it raises is reported
@@ -56,7 +57,7 @@ def _without_value(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
 
 
 def _is_lookahead(tx: optax.GradientTransformationExtraArgs) -> bool:
-    """Whether it must be given pairs of fast and slow weights."""
+    """Return whether an optimizer must be given pairs of fast and slow weights."""
     try:
         state = jax.eval_shape(tx.init, optax.LookaheadParams({}, {}))
     except Exception:  # an optimizer that wants certain parameters is no lookahead
@@ -89,5 +90,7 @@ def interface_fix(optimizer: optax.GradientTransformation, params: Tree) -> str:
         if isinstance(node, optax.contrib.SAMState) and node.cache is None:
             return "optax.contrib.sam(..., opaque_mode=False), whose gradients are made in steps of their own."
         if isinstance(node, optax.contrib.SAMState):
-            return "optax.contrib.sam around all else, as in  optax.contrib.sam(optax.chain(clip, optimizer), optax.chain(clip, adversary))."
+            return (
+                "optax.contrib.sam around all else, as in  optax.contrib.sam(optax.chain(clip, optimizer), optax.chain(clip, adversary))."
+            )
     return "one that needs no more than these; a line search that calls the loss itself is not supported."

@@ -409,6 +409,10 @@ class PlacedModel:
                 rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()
         return donate_to_state(Variables(params, stats, rngs, frozen), self.opening, seed, at, self.exchange.init)
 
+    def restart(self, state: State) -> State:
+        """A state at step 0 with the arrays of the model of `state`, which is consumed."""
+        return donate_to_state(state.variables, self.opening, self.config.seed, self.shardings, self.exchange.init)
+
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
         """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
         model = with_adapters(wrap(build), self._layout, seed)

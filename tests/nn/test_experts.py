@@ -206,8 +206,8 @@ def test_balance_of_microbatches_is_reported(count, caplog):
     result = spmd.fit(moe_of(), data, loss=lambda model, batch: model(batch["x"])[1].loss, accumulate=count, **options)
     parts = [data["x"][first::count].reshape(-1, WIDTH).astype(np.float64) for first in range(count)]
     assert_close(result.history["loss"], [np.mean([by_hand(moe_of(), part)[1] for part in parts])])
-    whole = by_hand(moe_of(), data["x"].reshape(-1, WIDTH).astype(np.float64))[1]
-    assert (abs(result.history["loss"][0] - whole) > 1e-3) == (count > 1)
+    of_batch = by_hand(moe_of(), data["x"].reshape(-1, WIDTH).astype(np.float64))[1]
+    assert (abs(result.history["loss"][0] - of_batch) > 1e-3) == (count > 1)
     line = "note: MixtureOfExperts under accumulate=4: capacity and Routing.loss are computed for each of 4 microbatches of 8 rows, and not"
     assert (line in caplog.text) == (count > 1)
 

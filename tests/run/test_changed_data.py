@@ -1,4 +1,4 @@
-"""Resuming with other batches, another order or other data: weights, moments and step are kept, and a line says what of the order is lost."""
+"""Resuming with other batches, another order or other data keeps weights, moments and step, and reports what of the order is lost."""
 
 import json
 
@@ -28,7 +28,7 @@ def plain(batches):
 
 
 def batches(data, epoch, size, seed=0, shuffle=True, first=0):
-    """Those of an epoch from an example on, by numpy's own permutation."""
+    """Batches of an epoch from an example on, in the order of numpy's permutation."""
     rows = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64))).permutation(len(data["x"]))
     rows = rows if shuffle else np.arange(len(data["x"]))
     return [(data["x"][rows[at : at + size]], data["y"][rows[at : at + size]]) for at in range(first, len(rows), size)]
@@ -69,7 +69,10 @@ def test_resume_with_another_batch_size_continues_behind_what_was_taken(tmp_path
     [
         ({"seed": 3}, ["seed was 0, is 3"]),
         ({"shuffle": False}, ["shuffle was True, is False"]),
-        ({"data": numbers(128, seed=1)}, ["contents x of the data have changed", "contents y of the data have changed", "examples was 96, is 128"]),
+        (
+            {"data": numbers(128, seed=1)},
+            ["contents x of the data have changed", "contents y of the data have changed", "examples was 96, is 128"],
+        ),
     ],
     ids=["seed", "shuffle", "examples"],
 )
@@ -130,7 +133,9 @@ def test_resume_compares_the_seed_of_records(tmp_path):
 
     def read(seed):
         columns = {"x": names[:-1], "y": names[-1:]}
-        return spmd.data.csv(tmp_path / "a.csv", columns=columns, types=dict.fromkeys(names, "float32"), batch_size=16, shuffle=True, seed=seed)
+        return spmd.data.csv(
+            tmp_path / "a.csv", columns=columns, types=dict.fromkeys(names, "float32"), batch_size=16, shuffle=True, seed=seed
+        )
 
     options = {"batch_size": None, "checkpoint": tmp_path / "run"}
     fit(read(1), steps=1, **options)
@@ -142,4 +147,6 @@ def test_resume_compares_the_seed_of_records(tmp_path):
 
 def test_order_is_numpys():
     """The reference above is the documented order."""
-    assert np.array_equal(RecordOrder(9, True, 3).epoch(1), np.random.Generator(np.random.Philox(key=np.array([3, 1], np.uint64))).permutation(9))
+    assert np.array_equal(
+        RecordOrder(9, True, 3).epoch(1), np.random.Generator(np.random.Philox(key=np.array([3, 1], np.uint64))).permutation(9)
+    )

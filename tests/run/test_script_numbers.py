@@ -100,14 +100,14 @@ def test_restore_keeps_a_number_that_training_has_changed(tmp_path, caplog):
     assert line in caplog.text
 
 
-def test_restore_of_an_earlier_version_takes_the_number_and_says_that_it_does_not_know(tmp_path, caplog, monkeypatch):
+def test_restore_of_an_earlier_version_takes_the_number_and_reports_it(tmp_path, caplog, monkeypatch):
     about = Trainer.about
     with monkeypatch.context() as before:
         before.setattr(Trainer, "about", lambda *given: {name: part for name, part in about(*given).items() if name != "optimizer"})
         plateau(tmp_path, 0.025)
     state = spmd.Trainer(linear(), loss=LOSS, optimizer=injected(0.1)).restore(tmp_path)
     assert float(state.opt.hyperparams["learning_rate"]) == np.float32(0.1)
-    line = "opt/hyperparams/learning_rate of optax.inject_hyperparams was 0.025, is 0.1, and the checkpoint, of an earlier version, does not tell"
+    line = "of optax.inject_hyperparams was 0.025, is 0.1, and the checkpoint, of an earlier version, does not record the script"
     assert line in caplog.text and "momentum" not in caplog.text
 
 

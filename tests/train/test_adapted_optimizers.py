@@ -24,7 +24,7 @@ def sam(outer=None, inner=None, **options):
 
 
 def gradients(weights, step):
-    """Those of the step's batch; of 96 rows a batch has 32."""
+    """Gradients of a step's batch: 32 of 96 rows, in order."""
     data, rows = numbers(), slice(step % 3 * 32, step % 3 * 32 + 32)
     return jax.grad(lambda p: ((data["x"][rows] @ p["w"] - data["y"][rows]) ** 2).mean())(weights)
 
@@ -93,7 +93,7 @@ def test_other_interfaces_are_refused_with_a_fix_that_works():
         pair = optax.LookaheadParams.init_synced({"w": jnp.zeros((FEATURES, 1))})
         wanted = plain(fixed, 6, pair, fast=lambda weights: weights.fast)
         assert_close(fit(optimizer=fixed, shuffle=False, steps=6).state.params, wanted.fast)
-        with pytest.raises(OptimizerError, match="optax.contrib.sam inside it moves the weights to perturbed ones"):
+        with pytest.raises(OptimizerError, match=r"optax\.contrib\.sam inside it moves the weights to perturbed ones"):
             fit(optimizer=spmd.optimizers.average_weights(sam()), steps=2)
 
 
@@ -117,7 +117,9 @@ def test_multi_steps_reports_a_short_batch(caplog):
     """Of 80 rows the third batch has 16, which count as much as 32; `accumulate` counts each row alike."""
     data = {name: rows[:80] for name, rows in numbers().items()}
     result = fit(data, optimizer=optax.MultiSteps(optax.sgd(0.1), 3), shuffle=False, steps=3)
-    assert "step 3: a batch of 16 rows counts in optax.MultiSteps as much as one of 32: each of its rows weighs 2 times as much" in caplog.text
+    assert (
+        "step 3: a batch of 16 rows counts in optax.MultiSteps as much as one of 32: each of its rows weighs 2 times as much" in caplog.text
+    )
 
     def of_rows(weights):
         loss = (data["x"] @ jnp.zeros((FEATURES, 1)) - data["y"])[:, 0]
