@@ -41,9 +41,9 @@ def resumed_position(
     if SIZES.issuperset(order) and not at.workers and not (streamed and at.reader is not None):
         repeated = 0 if taken == examples else taken % new
         position = Position(at.epoch + 1) if taken == examples else Position(at.epoch, taken // new, at.reader)
-        again = f": {repeated} examples of {epoch} are taken again, those of a batch that it had begun" if repeated else ""
+        again = f"; {repeated} that were taken are taken again, because no batch of {new} ends after {taken}" if repeated else ""
         same = ", if the data yields the same examples in the same order" if streamed else ""
-        return position, [*lines, f"it continues behind the {taken - repeated} examples that {epoch} took{again}{same}"]
+        return position, [*lines, f"it continues behind the first {taken - repeated} examples of {epoch}{again}{same}"]
     if not (at.batch or at.parts):
         return Position(at.epoch), [*lines, f"{epoch} begins, in the new order"]
     begun = f"{at.parts} parts of batches" if at.workers else f"{at.batch} batches ({taken} examples)"
