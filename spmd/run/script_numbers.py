@@ -31,12 +31,6 @@ class ScriptNumbers:
     Attributes:
       values: by path in a `State`; where each worker has its own state, of one worker.
       injected: paths of those that are constants of `optax.inject_hyperparams`.
-
-    Example:
-      >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-      >>> opt = jax.eval_shape(optimizer.init, {})
-      >>> sorted(injected_paths(opt))
-      ['opt/hyperparams/learning_rate']
     """
 
     values: Mapping[str, np.ndarray]
@@ -116,7 +110,14 @@ def find_script_numbers(init: Callable[[Tree], Any], params: Tree, placed: Resol
 
 
 def injected_paths(opt: Any) -> set[str]:
-    """Paths, in a `State`, of the constants of `optax.inject_hyperparams`; a schedule's value is none, since each step computes it."""
+    """Paths, in a `State`, of the constants of `optax.inject_hyperparams`; a schedule's value is none, since each step computes it.
+
+    Example:
+      >>> import optax
+      >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=optax.constant_schedule(0.9))
+      >>> injected_paths(jax.eval_shape(optimizer.init, {}))
+      {'opt/hyperparams/learning_rate'}
+    """
     paths = set()
     for path, node in _states(opt, INJECTED):
         constants = node.hyperparams.keys() - getattr(node, "hyperparams_states", {}).keys()
