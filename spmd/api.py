@@ -125,7 +125,7 @@ class Result:
         return dataclasses.replace(self, state=self.trainer.averaged(self.state))
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Exact means of loss and metrics over `data`, in evaluation mode.
+        """Return the loss and metrics on all rows of `data`, in evaluation mode; see `Trainer.evaluate`.
 
         Args:
           data: as for `fit`.
@@ -427,7 +427,7 @@ def _check_evaluation(
         return ()
     if eval_average:
         jax.eval_shape(average_of, trainer.abstract_state.opt, trainer.abstract_state.params)
-    return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.eval_names
+    return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.evaluation.names
 
 
 def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from jax.extend import random as jax_random
 FEW = 8  # splits into fewer keys than this are never taken for one key per row
 
 
-def worker_key(key: jax.Array, worker: jax.Array, *, rows: int, workers: int) -> jax.Array:
+def worker_key(key: jax.Array, worker: Any, *, rows: int, workers: int) -> jax.Array:
     """`key` (a threefry key, equal on all workers) as the key of one worker, which holds `rows` rows.
 
     An array drawn from it is taken to hold the worker's rows along dim 0 when that dim is a multiple of `rows`; any other
@@ -31,6 +31,22 @@ def worker_key(key: jax.Array, worker: jax.Array, *, rows: int, workers: int) ->
     if jax.random.key_impl(key) != _THREEFRY:
         return jax.random.fold_in(key, worker)
     return jax.random.wrap_key_data(_tagged(jax.random.key_data(key), worker), impl=_implementation(rows, workers))
+
+
+def at_worker(key: jax.Array, worker: Any) -> jax.Array:
+    """`key`, which `worker_key` made for one worker, as that of another one; the key of a single row stays as it is."""
+    data = jax.random.key_data(key)
+    return jax.random.wrap_key_data(data_at_worker(data, worker), impl=jax.random.key_impl(key))
+
+
+def data_at_worker(data: jax.Array, worker: Any) -> jax.Array:
+    """The data of keys of `worker_key`, uint32[..., 3], as those of another worker."""
+    return _tagged(data[..., :2], jnp.where(data[..., 2:] == _ROW, _ROW, jnp.asarray(worker, jnp.uint32)))
+
+
+def counts_rows(key: jax.Array) -> bool:
+    """Return whether draws of a key are those of a worker's rows: whether `worker_key` made it of a threefry key."""
+    return jax.random.key_impl(key) in _SIZES
 
 
 def part_key(key: jax.Array, part: Any, parts: int, *, rows: int) -> jax.Array:

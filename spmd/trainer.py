@@ -519,7 +519,9 @@ class Trainer:
 
     @outside_of_mesh()
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short.
+        """Return the loss and metrics on all rows of `data`, in evaluation mode; the last batch may be short.
+
+        Of a loss or metric that is no mean over rows, and no function of sums over them, it is the mean over batches; a warning names it.
 
         What is not finite is returned as it is, with a warning that names the metric and the first batch at fault.
 
@@ -565,14 +567,14 @@ class Trainer:
     @outside_of_mesh()
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""
-        return self._evaluation(self._eval_source(data, None).sample())[0].eval_names
+        return self._evaluation(self._eval_source(data, None).sample())[0].evaluation.names
 
     def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:
         """The functions for evaluation batches like `sample`; they fix nothing about the batches that are trained on."""
         kind = batch_signature(sample)
         if kind not in self._evaluations:
             program = evaluation_program(self._placed, sample, self._program)
-            self._evaluations[kind] = (program, self._make_placer(program, pad=program.pad_eval))
+            self._evaluations[kind] = (program, self._make_placer(program, pad=program.evaluation.pads))
         return self._evaluations[kind]
 
     def _eval_source(self, data: Any, batch_size: int | None) -> Source:

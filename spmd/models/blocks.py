@@ -57,6 +57,25 @@ def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]
 
 
 @dataclasses.dataclass
+class NamedBlocks(BlockCalls):
+    """Calls blocks with these paths as `named` says: by a name with which a reader of the traced loss finds them."""
+
+    paths: frozenset[str]
+    named: Callable[[RunBlock], RunBlock]
+    _inside: bool = False
+
+    def takes(self, path: str) -> bool:
+        return not self._inside and path in self.paths
+
+    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+        self._inside = True
+        try:
+            return self.named(function)(params, others)
+        finally:
+            self._inside = False
+
+
+@dataclasses.dataclass
 class BlockTrace(BlockCalls):
     """Names the parameters that a traced loss takes to blocks, as `LAYER_PARAMS`, and records how it calls them.
 

@@ -27,6 +27,9 @@ STORED = "stored scores"  # in `ParallelConfig.used`: attention that no kernel t
 MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
 
 
+LAYERS = "layers_of_a_stack"  # the name of a function in a loss that is only read
+
+
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
     """What the layout declares, and on which mesh.
@@ -158,6 +161,18 @@ _CURRENT: contextvars.ContextVar[ParallelConfig] = contextvars.ContextVar("paral
 def current() -> ParallelConfig:
     """How the forward pass that is being traced is sharded."""
     return _CURRENT.get()
+
+
+def named_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which calls layers that a layout may compute in ways of its own, by a name with which a reader of the loss finds it."""
+    if not current().reading:
+        return function
+
+    def call(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    call.__name__ = LAYERS
+    return jax.jit(call)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from spmd.jaxpr import equations, inner_jaxprs
 from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
 from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
-from spmd.nn.parallel_context import ParallelConfig
+from spmd.nn.parallel_context import ParallelConfig, named_layers
 from spmd.tree import Tree, describe, flatten
 
 PLAIN = (bool, int, float, str, type(None))
@@ -337,7 +337,7 @@ def run_layers(
     """
     gather = parallel.gather_layer
     if gather is None:
-        return scan_layers(run_layer, x, xs, unroll=unroll)
+        return named_layers(functools.partial(scan_layers, run_layer, unroll=unroll))(x, xs)
     (params, *others), paths = xs, layers.paths
     communication = Communication(functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths))
     remat_policy = gather.remat_policy(next(path.removesuffix(f"/{name}") for name, path in paths.items()))

@@ -250,11 +250,11 @@ def _measure(score: str | None, mode: str, study: SweepConfig, program: Program,
     """The name and mode of the metric that ranks trials; no hyper-parameter may have the name of a column of the table."""
     if mode not in ("min", "max"):
         raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
-    known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.eval_data is not None)]
+    known = [*program.names, *(f"eval_{name}" for name in program.evaluation.names if study.eval_data is not None)]
     name = score if score is not None else "eval_loss" if study.eval_data is not None else "loss"
     if name not in known:
         raise OptionError(f'score="{name}": there is no such metric.', fix=did_you_mean(name, known))
-    columns = ("trial", "steps", "ended", name, *(f"eval_{metric}" for metric in program.eval_names))
+    columns = ("trial", "steps", "ended", name, *(f"eval_{metric}" for metric in program.evaluation.names))
     for hyperparameter in space:
         if hyperparameter in columns:
             fix = "another name for the hyper-parameter."

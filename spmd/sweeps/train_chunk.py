@@ -134,15 +134,15 @@ class Chunk:
         return np.concatenate(self.measured, axis=1)
 
     def evaluate(self) -> list[dict[str, float]]:
-        """Exact means of loss and metrics over the evaluation's data, for each trial."""
+        """The loss and metrics on all rows of the evaluation's data, for each trial."""
         source, program = self.packed.study.eval_data, self.packed.program
         if source is None:
             return [{} for _ in self.trials]
         total = np.zeros(())
         for host in source.epoch(0):
-            (index,), (weights,) = row_indices([host], source.batch_size if program.pad_eval else host.rows)
+            (index,), (weights,) = row_indices([host], source.batch_size if program.evaluation.pads else host.rows)
             total = total + self.packed.evaluate(self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights)
-        return [program.finish_evaluation(one) for one in total[: len(self.trials)]]
+        return [program.evaluation.finish(one) for one in total[: len(self.trials)]]
 
     def host_states(self, numbers: Collection[int]) -> dict[int, Any]:
         """The states of those of its trials that have these numbers, on the host of every process."""

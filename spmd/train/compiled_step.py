@@ -33,9 +33,10 @@ from spmd.sync.parameter_sync import gather_outside
 from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
-from spmd.train.batch_rows.loss import Parts, Reading, check_reading, read_objective
+from spmd.train.batch_rows.loss import Parts, Reading, check_pipelined, check_reading, read_objective
 from spmd.train.compiler_options import check_compiler_options, without_buffering
 from spmd.train.differentiable import check_gradient, check_products
+from spmd.train.eval_outputs import EvalOutputs
 from spmd.train.export_step import export_step
 from spmd.train.histograms import count_tree
 from spmd.train.host_memory import memory_notes
@@ -43,8 +44,6 @@ from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import check_masks, check_targets, nan_causes
 from spmd.train.matrix_owners import owner_notes
-from spmd.train.metric_rows import MetricRows
-from spmd.train.metrics import Columns, means, pack
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss, check_names
 from spmd.train.optimizer_metrics import measured_names
@@ -56,7 +55,6 @@ from spmd.train.skipped_updates import check_loss_scale, check_skips, scale_note
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, step_and_gradients, train_step
-from spmd.train.sum_metrics import FromSums
 from spmd.train.synchronous import Synchronous
 from spmd.train.weight_average import check_average
 from spmd.train.worker_gradients import WorkerGradients
@@ -150,53 +148,9 @@ class Program:
         return len(self.sync.layerwise)
 
     @functools.cached_property
-    def eval_names(self) -> tuple[str, ...]:
-        """Names of the loss and metrics of an evaluation."""
-        return (LOSS, *self._eval_outputs[1])
-
-    @functools.cached_property
-    def eval_columns(self) -> tuple[str, ...]:
-        """The name that each column of `evaluate` belongs to: a metric from sums has several."""
-        found = self._eval_outputs[1]
-        widths = [found[name].values.shape[-1] if isinstance(found.get(name), Columns) else 1 for name in self.eval_names]
-        return tuple(name for name, width in zip(self.eval_names, widths, strict=True) for _ in range(width))
-
-    @property
-    def undefined(self) -> dict[str, str]:
-        """Why a metric from sums is NaN, by name."""
-        metrics = self._eval_objective.metrics.items()
-        return {name: metric.undefined for name, metric in metrics if isinstance(metric, FromSums)}
-
-    def finish_evaluation(self, total: np.ndarray) -> dict[str, float]:
-        """Loss and metrics by name, from sums and counts over all rows, float[2, eval_columns] on the host."""
-        columns, found = np.array(self.eval_columns), {}
-        for name in self.eval_names:
-            sums, counts = np.asarray(total, np.float64)[:, columns == name]
-            metric = self._eval_objective.metrics.get(name)
-            found[name] = metric.value(name, sums) if isinstance(metric, FromSums) else float(means(sums, counts)[0])
-        return found
-
-    def drawings(self, total: np.ndarray) -> dict[str, Callable[[], Any]]:
-        """Functions that draw metrics from sums by name, from what `finish_evaluation` gets; none of sums that are not finite."""
-        columns, metrics = np.array(self.eval_columns), self._eval_objective.metrics.items()
-        drawn = {name: metric for name, metric in metrics if isinstance(metric, FromSums) and metric.draw is not None}
-        sums = {name: np.asarray(total, np.float64)[0, columns == name] for name in drawn}
-        return {
-            name: functools.partial(metric.picture, name, sums[name]) for name, metric in drawn.items() if np.isfinite(sums[name]).all()
-        }
-
-    @functools.cached_property
-    def _eval_outputs(self) -> tuple:
-        return self._trace_eval(self.rows)[0]
-
-    def _trace_eval(self, rows: int) -> tuple[tuple, Any]:
-        return trace_objective(self.placed, self._eval_objective, self.sample, rows, Seen(self.placed.resolved))
-
-    @functools.cached_property
-    def pad_eval(self) -> bool:
-        """Whether padding can be left out of the loss and all metrics of an evaluation."""
-        leaves = jax.tree.leaves(self._eval_outputs, is_leaf=lambda leaf: isinstance(leaf, Columns))
-        return all(isinstance(leaf, Columns) or leaf.shape == (self.rows,) for leaf in leaves)
+    def evaluation(self) -> EvalOutputs:
+        """The loss and metrics of an evaluation."""
+        return EvalOutputs(self.placed, self._eval_objective, self.sample, self.rows)
 
     def make_step(self, rows: int, split: bool) -> Step:
         """The step for a batch of `rows` rows; see `WorkerGradients.split`."""
@@ -217,7 +171,7 @@ class Program:
             rowwise=self._rowwise,
             split=split,
             parallel=self._parallel,
-            shares=None if self.reading.mean else self.reading.shares,
+            reading=None if self.reading.mean else self.reading,
         )
         return Step(worker, rule(exchange, placed.optimizer))
 
@@ -257,18 +211,21 @@ class Program:
 
     def _read_loss(self) -> Reading:
         """What the loss says of rows; nothing where it sees all of a batch, or is meant for parts."""
-        parts = self.parts
-        if not parts.several or getattr(self._train_objective.loss, "of_parts", False):
+        parts, pipelined = self.parts, self.placed.parallel.stages > 1
+        of_parts = not parts.several or getattr(self._train_objective.loss, "of_parts", False)
+        if of_parts and not pipelined:
             return Reading(mean=True)
-        reading = read_objective(self.placed, self._train_objective, self.sample, parts)
+        blocks = [path for group in self.sync.blocks for path in group]
+        reading = read_objective(self.placed, self._train_objective, self.sample, parts, blocks)
+        source = self.placed.resolved.layout.source
+        if pipelined:
+            check_pipelined(reading, source)
+        if of_parts:
+            return Reading(mean=True)
         alone = self.placed.exchange.asynchronous or bool(self.placed.exchange.local)
-        check_reading(reading, parts, self.placed.resolved.layout.source, self.rows, alone=alone)
+        by_layer = bool(self.sync.layerwise) or pipelined
+        check_reading(reading, parts, source, self.rows, alone=alone, by_layer=by_layer)
         return reading
-
-    @functools.cached_property
-    def metric_rows(self) -> MetricRows:
-        """Checks that metrics are means over rows."""
-        return MetricRows(self.placed, self._eval_objective, lambda: self.eval_columns, self.rows, self._trace_eval, self.evaluate)
 
     def _check_first_batch(self, state: State, batch: Tree, rows: jax.Array | None = None) -> None:
         """Check the targets and masks of the first batch: of `batch`, or of those `rows`, int32[steps, rows], of it.
@@ -326,7 +283,7 @@ class Program:
 
     @LEAKS
     def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
-        """Sums and counts of loss and metrics, float32[2, eval_columns], in evaluation mode."""
+        """Sums and counts of loss and metrics, float32[2, columns], in evaluation mode."""
         return self._run(("evaluate",), state.variables, batch, weights)
 
     @LEAKS
@@ -464,13 +421,15 @@ class Program:
         call = Call(training=False, dtype=self._dtype, output_hook=activations, products=self.placed.products, blocks=blocks)
         return self.placed.model.bind(variables, call)
 
-    def _evaluate(self, variables: Variables, batch: Tree, weights: jax.Array) -> jax.Array:
+    def _eval_forward(self, variables: Variables, batch: Tree, key: Any) -> tuple:
         def forward(variables: Variables) -> tuple:
-            return self._eval_objective(self._bind_model(variables), batch, jax.random.key(0))
+            return self._eval_objective(self._bind_model(variables), batch, key)
 
         with parallel_scope(self._outside):
-            value, extra = fuse_attention(forward)(variables)
-        return pack(self._eval_objective.sums(value, extra, weights), self.eval_names)
+            return fuse_attention(forward)(variables)
+
+    def _evaluate(self, variables: Variables, batch: Tree, weights: jax.Array) -> jax.Array:
+        return self.evaluation.sums(self._eval_forward, variables, batch, weights)
 
     def _predict(self, variables: Variables, inputs: Tree) -> Tree:
         def forward(variables: Variables) -> Tree:

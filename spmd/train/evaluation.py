@@ -41,9 +41,9 @@ def evaluation_program(placed: PlacedModel, sample: Tree, trained: Program | Non
     """
     with naming_differences(sample, placed.sample):
         program = trained if trained is not None and batch_signature(trained.sample) == batch_signature(sample) else Program(placed, sample)
-        names = program.eval_names
+        names = program.evaluation.names
     there, wanted = flatten(sample), {} if trained is None else flatten(trained.sample)
-    lost = [name for name in trained.eval_names if name not in names] if trained is not None and list(there) != list(wanted) else []
+    lost = [name for name in trained.evaluation.names if name not in names] if trained is not None and list(there) != list(wanted) else []
     if lost:
         text = "evaluation does not measure %s: the loss returns it for batches of %s, and the data to evaluate has %s."
         logging.getLogger("spmd").warning(text, ", ".join(lost), join_names(wanted), join_names(there))
@@ -97,13 +97,13 @@ def measured(
 ) -> dict[str, float] | None:
     """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it. `draws` is
     filled with functions that draw metrics, by name."""
-    totals, stopped = Totals(program.eval_columns, program.finish_evaluation, program.undefined), False
+    totals, stopped = Totals(program.evaluation.columns, program.evaluation.finish, program.evaluation.undefined), False
     pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
     for number, batch in enumerate(batches, 1):
         if stopped := stops(number):
             break
         if number == 2:  # a batch that is all of the data is no part of it
-            program.metric_rows.once(state, batch.leaves, batch.weights, program.eval_names[1:], "batches")
+            program.evaluation.warn_of_means()
         with placer.allow_row_transfers():
             pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
         if len(pending) >= IN_FLIGHT:
@@ -113,5 +113,5 @@ def measured(
     if stopped:
         return None
     if draws is not None:
-        draws.update(program.drawings(totals.total))
+        draws.update(program.evaluation.drawings(totals.total))
     return totals.means()

@@ -31,6 +31,7 @@ def trace_objective(
     schedules: dict[str, Schedule] | None = None,
     notes: dict[str, None] | None = None,
     blocks: BlockTrace | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> tuple[tuple, Any]:
     """The shapes that an objective returns on `rows` rows like those of `sample`, and its jaxpr.
 
@@ -38,12 +39,14 @@ def trace_objective(
       seen: records the submodules that the model calls.
       blocks: records calls of blocks.
       notes: takes what modules say about their choices.
+      parallel: the part of the layout that modules see; None: that of `placed`.
       schedules: takes the pipeline schedule of each stack; None traces evaluation, and records none.
     """
     training, dtype = schedules is not None, compute_dtype(placed.config.precision)
     row_splits = placed.config.accumulate * placed.exchange.worker_count // placed.resolved.workers
-    parallel = dataclasses.replace(placed.parallel, row_splits=row_splits, schedules={} if schedules is None else schedules)
-    parallel = dataclasses.replace(parallel, notes={} if notes is None else notes)
+    declared = placed.parallel if parallel is None else parallel
+    declared = dataclasses.replace(declared, row_splits=row_splits, schedules={} if schedules is None else schedules)
+    declared = dataclasses.replace(declared, notes={} if notes is None else notes)
 
     def forward(variables: Variables, batch: Tree, key: Any) -> tuple:
         variables = cast_variables(variables, dtype)
@@ -64,11 +67,11 @@ def trace_objective(
     variables = abstract(placed.abstract_state.variables)
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
     with naming_in_trace("the loss", sample):
-        trace = jax.make_jaxpr(under(parallel), return_shape=True)
+        trace = jax.make_jaxpr(under(declared), return_shape=True)
         arguments = variables, sample, jax.eval_shape(lambda: jax.random.key(0))
         jaxpr, shapes = trace(*arguments)
-    if training and FUSED in parallel.used and _has_derivatives(jaxpr):
-        _check_second_derivative(under, parallel, arguments, placed.resolved.layout.source)
+    if training and FUSED in declared.used and _has_derivatives(jaxpr):
+        _check_second_derivative(under, declared, arguments, placed.resolved.layout.source)
     return shapes, jaxpr
 
 

@@ -144,7 +144,7 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
         grads, carried, metrics = gradients(params, state, batch, weights, events, rule.axes)
         stats = carried.stats
         with jax.named_scope("stats"):
-            if rule.axes and worker.shares is None:
+            if rule.axes and worker.reading is None:
                 present = present_workers(events, rule.axes, worker.workers_per_position).any() if "present" in events else None
                 stats = sync_stats(stats, rule.axes, present, state.stats)
         # 4 to 6: communicated as the rule says: the mean over workers, gradients to the servers, or, in some steps, parameter deltas;

@@ -27,8 +27,7 @@ from spmd.sync.parameter_sync import gather_again, gather_all, gather_frozen
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
 from spmd.train.batch_rows.compute import Place
-from spmd.train.batch_rows.loss import full_batch_loss, shared_arrays
-from spmd.train.batch_rows.walk import Shared
+from spmd.train.batch_rows.loss import Reading, full_batch_loss, shared_arrays
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
@@ -70,7 +69,7 @@ class WorkerGradients:
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
     products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
     training: bool = True  # False: the model in evaluation mode
-    shares: tuple[Shared, ...] | None = None  # what workers share of a loss that is not a mean over rows; None: it is one
+    reading: Reading | None = None  # of a loss that is not a mean over rows; None: it is one
 
     def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
@@ -156,7 +155,7 @@ class WorkerGradients:
                 return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
             sync_axes = axes if self.gathers else ()
             place = None
-            if self.shares is not None and (self.split or self.microbatches > 1):
+            if self.reading is not None and (self.split or self.microbatches > 1):
                 held = (axes, self._workers(axes)) if self.split else ((), 1)
                 place = Place(*held, worker, self.microbatches, index, known)
             options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale, "place": place}
@@ -180,7 +179,7 @@ class WorkerGradients:
 
     def _known(self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]) -> list[jax.Array] | None:
         """Return the arrays that all rows of the batch share, if the rows of one position are seen in parts."""
-        if self.shares is None or self.workers_per_position * self.microbatches == 1:
+        if self.reading is None or self.workers_per_position * self.microbatches == 1:
             return None
         gather, layers = self._layer_gather(), self.sync.layer_carries(state.exchange, sums=self._sums_layers)
         variables = Variables((self._gather(params), layers), state.stats, state.rngs, gather_frozen(self.sync, self._cast(state.frozen)))
@@ -188,7 +187,7 @@ class WorkerGradients:
         axes = axes if self.split else ()
         with parallel_scope(dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)):
             place = Place(axes, collectives.worker_count(axes), collectives.worker_index(axes))
-            return shared_arrays(self._on_rows(gather), variables, batch, keys, place, self.shares)
+            return shared_arrays(self._on_rows(gather, place.key_of_rows(batch)), variables, batch, keys, place, self.reading)
 
     def _layer_gather(self, *, only_sums: bool = False) -> LayerGather | None:
         remat = module_policies(self.sync.resolved.layout.remat)
@@ -295,11 +294,11 @@ class WorkerGradients:
 
         variables = Variables((params, layers), stats, rngs, frozen)
         with parallel_scope(parallel):
-            if place is None:
+            if place is None or self.reading is None:
                 value, extra, after, (last, seen) = self._on_rows(gather, localize, sync_axes)(variables, batch, keys)
             else:
-                loss = self._on_rows(gather)
-                value, extra, after, (last, seen) = full_batch_loss(loss, variables, batch, keys, place, self.shares or ())
+                loss = self._on_rows(gather, place.key_of_rows(batch))
+                value, extra, after, (last, seen) = full_batch_loss(loss, variables, batch, keys, place, self.reading)
         if parallel.tap is not None:
             parallel.tap.seen = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)

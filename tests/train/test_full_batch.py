@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,13 @@ import pytest
 from flax import nnx
 
 import spmd
-from examples.gpt_pipeline import GPT
 from spmd.errors import LossError, SpmdError
-from spmd.nn import RNNStack
+from spmd.nn import LayerStack, RNNStack
 from spmd.train import compiled_step
 from spmd.tree import flatten
 from tests.train import plain
 
-ROWS, FEATURES, CLASSES = 32, 8, 3
+ROWS, FEATURES, CLASSES, WIDTH = 32, 8, 3, 16
 CE = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -201,35 +199,105 @@ def test_microbatches_of_a_loss_that_joins_rows_are_refused_with_a_fix(loss, mes
     check(loss, mesh=mesh, reduction="compiler" if "compiler" in raised.value.fix else None)
 
 
-@pytest.mark.system
-def test_a_stack_that_gathers_by_layer_shares_no_rows():
-    """Of activations, for a loss that needs one number of other rows: it is refused, and its pair trains."""
+class Block(nnx.Module):
+    def __init__(self, rngs, joins=False):
+        self.up, self.down, self.joins = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, WIDTH, rngs=rngs), joins
 
-    def make():
-        return GPT(vocab=16, width=32, depth=2, heads=2, length=6, rngs=nnx.Rngs(0))
+    def __call__(self, x):
+        x = x - x.mean(0) if self.joins else x
+        return x + self.down(nnx.gelu(self.up(x)))
 
-    def pair(model, batch):
-        return (CE(model(batch["tokens"]), batch["tokens"]) * batch["mask"]).sum(), batch["mask"].sum()
 
-    def mean(model, batch):
-        total, count = pair(model, batch)
-        return total / count
+class Layered(nnx.Module):
+    """A head on a stack of layers, on a list of blocks, or on recurrent layers."""
 
-    layout = spmd.Layout.load("fsdp")
-    by_layer = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, gather="layer"))
-    with pytest.raises(LossError, match="under this layout workers would share rows for custom_vjp_call") as raised:
-        trained(trainer_of(mean, make, by_layer), 1)
-    assert "(sum, count)" in raised.value.fix
-    full = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, gather="full"))
-    with nnx.use_eager_sharding(False):
-        graph, params, rest = nnx.split(make(), nnx.Param, ...)
+    def __init__(self, body):
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = nnx.Linear(FEATURES, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+        self.body = body(rngs)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        if isinstance(self.body, RNNStack):
+            return self.head(self.body(x[:, None] * jnp.arange(1.0, 5.0)[:, None]).sum(1))
+        for block in self.body if isinstance(self.body, nnx.List) else [self.body]:
+            x = block(x)
+        return self.head(x)
+
+
+def stack(rngs):
+    return LayerStack([Block(rngs) for _ in range(4)])
+
+
+def blocks(rngs):
+    return nnx.List([Block(rngs) for _ in range(4)])
+
+
+def recurrent(rngs):
+    return RNNStack([nnx.GRUCell(WIDTH, WIDTH, rngs=rngs) for _ in range(4)], rngs=rngs)
+
+
+def joining(rngs):
+    return LayerStack([Block(rngs, joins=True) for _ in range(4)])
+
+
+def class_mean(model, batch):
+    counts = (batch["y"] > 0).astype("float32") * (batch["reward"] > 0)
+    return (CE(model(batch["x"]), batch["y"]) * counts).sum() / counts.sum()
+
+
+BY_LAYER = dataclasses.replace(
+    spmd.Layout.load("fsdp"), params=(), default=spmd.Default("shard:data"), gradients=spmd.Gradients("reduce_scatter", gather="layer")
+)
+STACKS = {
+    "layers are gathered one by one": (stack, BY_LAYER, "data=8"),
+    "blocks are gathered one by one": (blocks, BY_LAYER, "data=8"),
+    "recurrent layers are gathered one by one": (recurrent, BY_LAYER, "data=8"),
+    "a pipeline": (stack, "pipeline", "data=2,stage=4"),
+    "a wavefront": (recurrent, "pipeline", "data=2,stage=4"),
+}
+
+
+@pytest.mark.sampled(quick=2)
+@pytest.mark.parametrize("case", STACKS)
+def test_layers_that_a_layout_computes_in_its_own_way_train_as_plain_jax_does(case):
+    """With a loss that divides by a number of all rows: layers are row by row, so workers share that number alone."""
+    body, layout, mesh = STACKS[case]
+    trainer = trainer_of(class_mean, lambda: Layered(body), layout, mesh)
+    losses, _, _ = trained(trainer)
+    graph, params, rest = nnx.split(Layered(body), nnx.Param, ...)
     right = []
     for seed in range(3):
-        value, grads = jax.value_and_grad(lambda params, batch: mean(nnx.merge(graph, params, rest), batch))(params, data(seed))
+        value, grads = jax.value_and_grad(lambda params, batch: class_mean(nnx.merge(graph, params, rest), batch))(params, data(seed))
         params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
         right.append(value)
-    for options in ((pair, make, by_layer), (mean, make, full)):
-        np.testing.assert_allclose(trained(trainer_of(*options))[0], right, rtol=2e-5)
+    np.testing.assert_allclose(losses, right, rtol=2e-5)
+    shares = trainer.prepare(data())[0].reading.shares
+    assert shares and {share.how for share in shares} == {"sum"}
+
+
+PER_ROW = spmd.losses.cross_entropy.on(inputs="x", targets="y")
+JOINED_LAYERS = {
+    "gathered one by one": (class_mean, BY_LAYER, "data=8"),
+    "in a pipeline": (class_mean, "pipeline", "data=2,stage=4"),
+    "in a pipeline, with one value per row": (PER_ROW, "pipeline", "data=1,stage=4"),
+    "in a pipeline, by the compiler": (
+        class_mean,
+        dataclasses.replace(spmd.Layout.load("pipeline"), gradients=spmd.Gradients("compiler")),
+        "data=1,stage=4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JOINED_LAYERS)
+def test_layers_that_join_rows_are_refused_with_a_fix(case):
+    loss, layout, mesh = JOINED_LAYERS[case]
+    with pytest.raises(LossError, match="layers join rows") as raised:
+        trained(trainer_of(loss, lambda: Layered(joining), layout, mesh), 1)
+    mended = dataclasses.replace(BY_LAYER, gradients=spmd.Gradients("compiler"))
+    assert ("such as fsdp" if "pipeline" in case else 'reduction = "compiler"') in raised.value.fix
+    losses, _, _ = trained(trainer_of(loss, lambda: Layered(joining), mended, "data=8"), 1)
+    assert losses[0] == pytest.approx(float(jnp.mean(loss(Layered(joining), data(0)))), rel=2e-5)
 
 
 def test_a_recurrent_stack_with_dropout_needs_no_other_rows():
@@ -578,49 +646,3 @@ def test_step_takes_whole_numbers_as_targets(value, words):
     batch["y"][3] = value
     with contextlib.nullcontext() if words is None else pytest.raises(spmd.errors.DataError, match=words):
         assert np.isfinite(trainer.step(trainer.init(), batch)[1]["loss"])
-
-
-# metrics that join rows ------------------------------------------------------------------------------------------------
-
-
-def f1(model, batch):
-    guess, right = model(batch["x"]).argmax(-1) == 1, batch["y"] == 1
-    return 2 * (guess & right).sum() / (guess.sum() + right.sum())
-
-
-def hits(model, batch):
-    return (model(batch["x"]).argmax(-1) == batch["y"]).astype("float32")
-
-
-METRICS = {
-    "f1": (f1, True),
-    "largest": (lambda model, batch: model(batch["x"]).max(), True),
-    "sum": (lambda model, batch: hits(model, batch).sum(), True),
-    "ranks": (lambda model, batch: model(batch["x"])[:, 0].argsort().astype("float32") * jnp.arange(len(batch["x"])), True),
-    "of parts": (spmd.losses.of_parts(f1), False),
-    "rows": (hits, False),
-    "mean": (lambda model, batch: hits(model, batch).mean(), False),
-    "pair": (lambda model, batch: ((hits(model, batch) * batch["y"]).sum(), batch["y"].sum()), False),
-    "measured mean": (lambda model, batch: jnp.sort(hits(model, batch)).mean(), False),
-    "shipped": (spmd.metrics.accuracy.on(inputs="x", targets="y"), False),
-}
-
-
-def warned(caplog):
-    return [record.getMessage() for record in caplog.records if "is no mean over rows" in record.getMessage()]
-
-
-@pytest.mark.system
-def test_evaluate_warns_of_metrics_that_join_rows(caplog):
-    metrics = {name: metric for name, (metric, _) in METRICS.items()}
-    trainer, batch = trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), metrics=metrics), data(1)
-    state = trainer.init(batch)
-    trainer.evaluate(state, batch, batch_size=ROWS)
-    assert not warned(caplog)  # one batch is all of the data
-    halves = trainer.evaluate(state, batch, batch_size=ROWS // 2)
-    lines = warned(caplog)
-    assert {line.split('"')[1] for line in lines} == {name for name, (_, joins) in METRICS.items() if joins}
-    full, parts = (float(number) for number in re.search(r"of 16 rows it is (\S+), and .* is (\S+)\.\n", lines[0]).groups())
-    assert full != parts and np.isfinite(halves["f1"])
-    trainer.evaluate(state, batch, batch_size=ROWS // 2)
-    assert warned(caplog) == lines  # once

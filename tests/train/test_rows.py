@@ -124,6 +124,18 @@ def grown(count):
     return jax.lax.while_loop(lambda at: at[0] < count, lambda at: (at[0] + 1, at[1] * 1.1), (0, 1.0))[1]
 
 
+def views(x):
+    """Differences of two views of each row, which go through a function together."""
+    both = jnp.tanh(jnp.concatenate([jnp.sin(x), jnp.cos(x)]) @ W / 9)
+    first, second = jnp.split(both, 2)
+    return jnp.square(first - second) + both[len(x) :] * both[: len(x)]
+
+
+def looked_up(x, **mode):
+    """A few entries of all rows, of which one is outside."""
+    return jnp.square(x.T.at[:, jnp.array([1, 14, 99])].get(**mode)).sum()
+
+
 W = np.arange(FEATURES * CLASSES, dtype=np.float32).reshape(FEATURES, CLASSES)
 
 
@@ -159,6 +171,10 @@ MEANS = {
         "mask",
         "tokens",
     ),
+    "two views in one array": (lambda x: views(x).mean(), "x"),
+    "one column is written": (lambda x: jnp.zeros(x.shape).at[:, 1].set(jnp.sin(x[:, 0])).mean() + x.at[:, 2].add(1.0).mean(), "x"),
+    "each row is written at its number": (lambda x, y: jnp.square(x.at[jnp.arange(len(y)), y].add(-0.3)).mean(), "x", "y"),
+    "each row is written at a place of its own": (lambda x, y: jax.vmap(lambda row, n: row.at[n].set(0.0))(x, y).mean(), "x", "y"),
 }
 OTHERS = {
     "a sum": (lambda x: jnp.square(x).sum(), "x"),
@@ -209,7 +225,25 @@ OTHERS = {
         "x",
         "y",
     ),
+    "a part for each row of a class": (lambda r, y: (r / jnp.zeros(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
+    "a part of more than a class": (lambda r, y: (r / jnp.ones(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
     "sums of classes": (lambda x, y: (jax.ops.segment_sum(x, y, 3) ** 2).sum(), "x", "y"),
+    "counts of classes": (lambda x, y: (CE(x[:, :3], y) / (jnp.bincount(y, length=3) + 1)[y]).mean(), "x", "y"),
+    "sums of classes, on other numbers": (lambda r, y: jnp.square(jnp.asarray(W[0]).at[y].add(r)).sum(), "reward", "y"),
+    "pairs by columns": (lambda x: jax.nn.logsumexp(jnp.sin(x) @ jnp.cos(x).T, axis=0).mean(), "x"),
+    "one value for each column of pairs": (lambda x: (jnp.sin(x) @ jnp.cos(x).T).sum(0) * jnp.arange(len(x)), "x"),
+    "in-batch negatives of both sides": (lambda x: CE((jnp.sin(x) @ jnp.cos(x).T).T, jnp.arange(len(x))).mean(), "x"),
+    "entries of pairs": (
+        lambda x: jnp.take_along_axis((jnp.sin(x) @ x.T).T, (jnp.arange(len(x))[:, None] + 3) % len(x), axis=1).mean(),
+        "x",
+    ),
+    "a few rows, and one outside": (lambda x: looked_up(x, mode="fill", fill_value=7.0), "x"),
+    "a few rows, and the last one": (lambda x: looked_up(x, mode="clip"), "x"),
+    "a mean, or another number": (lambda x, y: jnp.where(y.sum() > 3, x.mean(), 2.0), "x", "y"),
+    "a key for each row, which is split": (
+        lambda r: (r * jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[1]))(jax.random.split(jax.random.key(3), len(r)))).mean(),
+        "reward",
+    ),
     "a bound on a mean": (lambda r: jnp.maximum(r.mean(), 0.1) + jnp.sqrt((r**2).mean()), "reward"),
     "a softmax over rows": (lambda r: (jax.nn.softmax(r) * r).sum(), "reward"),
     "a logsumexp over rows": (lambda x: jax.nn.logsumexp(x, axis=0).sum(), "x"),
@@ -283,3 +317,12 @@ def test_little_is_sent_of_pairs():
     first, second = traces(OTHERS["in-batch negatives"][0], [x])
     _, shares = read_loss(first, second, [Held(PerRow(0), True)], ROWS, PART)
     assert [(share.how, share.bytes) for share in shares] == [("rows", x.nbytes)]
+
+
+def test_no_scores_are_sent_of_pairs_by_columns():
+    """Sums, maxima and a few entries of columns, beside the features of one side."""
+    x = data()["x"]
+    first, second = traces(OTHERS["in-batch negatives of both sides"][0], [x])
+    _, shares = read_loss(first, second, [Held(PerRow(0), True)], ROWS, PART)
+    assert [share.bytes for share in shares if share.how == "rows"] == [x.nbytes]
+    assert all(share.bytes <= 4 * ROWS for share in shares if share.how != "rows")

@@ -7,18 +7,23 @@ number. What `walk` finds that workers have to share is summed, or gathered, her
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.lax import GatherScatterMode
 
 from spmd.jaxpr import scanned
-from spmd.rng import worker_key
-from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Summed
+from spmd.nn import gathered_blocks, gathered_scan, parallel_context
+from spmd.rng import at_worker, counts_rows, data_at_worker, worker_key
+from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, Local, PerRow, Summed
 from spmd.train.batch_rows.rules import OVER_ROWS, numbers_row, rows_of_index
-from spmd.train.batch_rows.walk import Held, Shared, Unreadable, Walk, evaluated
+from spmd.train.batch_rows.scatters import RowDims, row_dims
+from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Shared, Unreadable, Walk, defined_in, evaluated
 from spmd.wire import collectives
 
 Shape = tuple[int, ...]
@@ -46,6 +51,12 @@ class Place:
     microbatch: Any = 0
     known: list[Any] | None = None
 
+    def key_of_rows(self, batch: Any) -> Callable[[Any], Any]:
+        """Return a function from a random key to one of which `Compute` makes that of a worker with as many rows as `batch` has."""
+        if self.workers == 1:
+            return lambda key: key
+        return functools.partial(worker_key, worker=np.zeros((), np.uint32), rows=jax.tree.leaves(batch)[0].shape[0], workers=self.workers)
+
 
 @dataclasses.dataclass(frozen=True)
 class Compute(Walk):
@@ -56,14 +67,18 @@ class Compute(Walk):
     Attributes:
       here: the number of rows here; the second trace may be one of two rows where there is one.
       place: where they are in the batch.
+      row_wise: whether the layers that a layout computes in ways of its own are row by row.
       known: goes through `place.known`.
       record: takes the arrays that workers share.
+      constants: the captured arrays of the second trace, by the identity of those of the first; a pipeline's schedule is one.
     """
 
     here: int = 0
     place: Place = Place()
+    row_wise: bool = False
     known: Iterator[Any] | None = None
     record: list[Any] | None = None
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def parts(self) -> int:
@@ -94,8 +109,14 @@ class Compute(Walk):
         if isinstance(kind, PerRow):
             return self._rows_of(value, kind.dim, kind.inner, full)
         if isinstance(kind, Summed):
-            return value.array if isinstance(value.kind, Summed) else self._full(value, full) / self.parts
+            return value.array if isinstance(value.kind, Summed) else self._as_part(self._full(value, full))
         return _narrowed(self._full(value, full), full, _shape_of(self, kind, full, part))
+
+    def _as_part(self, array: Any) -> Any:
+        """Return the part of an array, the same on all workers, that the sum over parts makes it."""
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            return array / self.parts
+        return jnp.where((jnp.asarray(self.place.worker) == 0) & (jnp.asarray(self.place.microbatch) == 0), array, jnp.zeros_like(array))
 
     def _full(self, value: Held, full: Shape) -> Any:
         """Return the value of the full batch, on every worker."""
@@ -128,6 +149,61 @@ class Compute(Walk):
         of_worker = lax.dynamic_index_in_dim(split_up, jnp.asarray(self.place.worker), dim + 1, keepdims=False)
         return jnp.reshape(lax.dynamic_index_in_dim(of_worker, jnp.asarray(self.place.microbatch), dim + 2, keepdims=False), wanted)
 
+    # a layout's own functions -----------------------------------------------------------------------------------------------------------
+
+    def constant(self, first: Any, second: Any) -> Held:
+        """Return a captured array, or a literal, of the full batch."""
+        self.constants[id(first)] = second
+        return super().constant(first, second)
+
+    def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of an equation."""
+        if _of_layout(one):
+            return self.of_layout(one, other, values)
+        if one.primitive.name in CALLS or not any(isinstance(value.kind, Local) for value in values):
+            return super().equation(one, other, values)
+        if any(isinstance(value.kind, PerRow | Summed) for value in values):
+            raise Unreadable("it joins rows with something else that layers return")
+        return [Held(Local(), True, array) for array in evaluated(other, self.on_rows(other, values))]
+
+    def of_layout(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of a layout's own function, such as a pipeline, on this worker's rows."""
+        if not self.row_wise or self.here != self.others:
+            raise Unreadable(
+                "it joins rows in layers that this layout computes in parts" if self.here == self.others else "it has one row here"
+            )
+        if any(isinstance(value.kind, Summed) for value in values):
+            raise Unreadable("a stack of layers gets a sum over rows")
+        found = [self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        if None in found:
+            raise Unreadable("a stack of layers has other dims on few rows than on many")
+        arrays = evaluated(other, self.on_rows(other, values))
+        kinds = [kind if isinstance(kind, PerRow) else Local() for kind in found]
+        return [Held(kind, True, array) for kind, array in zip(kinds, arrays, strict=True)]
+
+    def on_rows(self, other: Any, values: list[Held]) -> list[Any]:
+        """Return inputs as they are on this worker's rows: of random keys, those of the worker."""
+        arrays = []
+        for value, var in zip(values, other.invars, strict=True):
+            array, shape = self.constants.get(id(value.array), value.array), _shape(var)
+            if isinstance(value.kind, Fixed):
+                differs = {dim for dim, (a, b) in enumerate(zip(jnp.shape(array), shape, strict=True)) if a != b}
+                array = _narrowed(array, jnp.shape(array), shape) if differs <= value.kind.uniform else array
+                array = self.own_key(array) if value.kind.key else array
+            if jnp.shape(array) != shape:
+                raise Unreadable(f"layers get {jnp.shape(array)} in place of {shape}")
+            arrays.append(array)
+        return arrays
+
+    def own_key(self, key: Any) -> Any:
+        """Return a random key, or its data, as this worker's, whose draws are those of its rows."""
+        worker = jnp.asarray(self.place.worker)
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            return data_at_worker(key, worker) if key.dtype == jnp.uint32 and key.shape[-1:] == (3,) else key
+        if counts_rows(key):
+            return at_worker(key, worker)
+        return worker_key(key, worker, rows=self.here, workers=self.place.workers)
+
     # equations ----------------------------------------------------------------------------------------------------------------------------
 
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
@@ -144,17 +220,20 @@ class Compute(Walk):
         if name in OVER_ROWS and isinstance(inputs[0], PerRow) and isinstance(kinds[0], Fixed):
             return [self.shared(lambda: self._over_rows(one, values[0]))]
         if name == "random_bits" and isinstance(inputs[0], Fixed) and isinstance(kinds[0], PerRow):
-            own = worker_key(values[0].array, jnp.asarray(self.place.worker), rows=self.here, workers=self.place.workers)
+            own = self.own_key(values[0].array)
             shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))[own.ndim :]
             return evaluated(other.replace(params={**other.params, "shape": shape}), [own])
         if all(isinstance(kind, Fixed) for kind in inputs):
             return self._of_fixed(one, other, values, kinds)
+        if name.startswith("scatter") and (rows := row_dims(one, other, inputs)) is not None:
+            return self._scattered(one, values, rows)
         if any(isinstance(kind, Summed) for kind in inputs):
-            adds = name in ("add", "sub", "add_any")
-            kind = Summed() if adds else Fixed()
+            adds = len(inputs) if name in ("add", "sub", "add_any") else 0
+            summed = range(1, len(inputs)) if name == "select_n" else range(adds)  # inputs that are added up
             shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(one.invars, other.invars, strict=True)]
-            arrays = [v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *s) for v, s in zip(values, shapes, strict=True)]
-            return evaluated(one, arrays)
+            wanted = [Summed() if number in summed else Fixed() for number in range(len(inputs))]
+            triples = zip(values, wanted, shapes, strict=True)
+            return evaluated(one, [v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *shape) for v, kind, shape in triples])
         return self._of_rows(one, other, values, kinds)
 
     def _of_fixed(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
@@ -175,15 +254,10 @@ class Compute(Walk):
     def _of_rows(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
         """Return the output arrays of an equation on this worker's rows."""
         name, full = one.primitive.name, [_shape(var) for var in one.invars]
+        if name == "gather" and isinstance(kinds[0], Summed):
+            return [self._looked_up(one, values[0], values[1], values[0].kind)]
         if name == "gather" and (column := numbers_row(one, [value.kind for value in values])) is not None:
-            index = values[1]
-            along = rows_of_index(index.kind)
-            of_rows = self._rows_of(index, along, 1, full[1])
-            # a row's number in the batch is here its place in the part; as it is in range, the place follows from any one of its numbers
-            shape = [1] * of_rows.ndim
-            shape[along] = self.here
-            place = jnp.arange(self.here, dtype=of_rows.dtype).reshape(shape)[..., 0]
-            return evaluated(other, [values[0].array, of_rows.at[..., column].set(jnp.broadcast_to(place, of_rows.shape[:-1]))])
+            return evaluated(other, [values[0].array, self._numbered(values[1], rows_of_index(values[1].kind), column, full[1])])
         first, rows = next((n, value.kind) for n, value in enumerate(values) if isinstance(value.kind, PerRow))
         along = {n: (rows.dim, rows.inner) for n in range(len(values)) if full[n] and n != first}
         if name == "dot_general":
@@ -213,10 +287,54 @@ class Compute(Walk):
             found = evaluated(one.replace(params=params), arrays)
             if [jnp.shape(array) for array in found] == wanted:
                 return found
+        if self.place.known is not None:
+            raise Unreadable(f"its {name} needs all rows at once")
         # all rows on every worker, which keeps those that it needs
         on_all_rows = evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
         return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(on_all_rows, kinds, shapes, strict=True)]
+
+    def _numbered(self, index: Held, along: int, column: int, full: Shape) -> Any:
+        """Return the rows of an index whose `column` holds the number of the row, which is here its place in the part."""
+        of_rows = self._rows_of(index, along, 1, full)
+        shape = [1] * of_rows.ndim
+        shape[along] = self.here
+        place = jnp.arange(self.here, dtype=of_rows.dtype).reshape(shape)[..., 0]
+        return of_rows.at[..., column].set(jnp.broadcast_to(place, of_rows.shape[:-1]))
+
+    def _scattered(self, one: Any, values: list[Held], rows: RowDims) -> list[Any]:
+        """Return the rows that are written here, or what the rows here add."""
+        full = [_shape(var) for var in one.invars]
+        arrays = [
+            self._full(value, shape) if dim is None else self._rows_of(value, dim, rows.inner, shape)
+            for value, dim, shape in zip(values[1:], rows[1:3], full[1:], strict=True)
+        ]
+        if rows.column is not None and rows.index is not None:
+            arrays[0] = self._numbered(values[1], rows.index, rows.column, full[1])
+        if rows.operand is None:
+            return evaluated(one, [self.coerced(values[0], Summed(), full[0], full[0]), *arrays])
+        return evaluated(one, [self._rows_of(values[0], rows.operand, rows.inner, full[0]), *arrays])
+
+    def _looked_up(self, one: Any, table: Held, index: Held, kind: Any) -> Any:
+        """Return the entries of a table that are in the rows here, and 0 for those that are not: a part of the sum over workers."""
+        numbers, (shape, of_index) = one.params["dimension_numbers"], [_shape(var) for var in one.invars]
+        column = list(numbers.start_index_map).index(kind.dim)
+        places, size = self._full(index, of_index), shape[kind.dim]
+        at = places[..., column]
+        at = jnp.clip(at, 0, size - 1) if one.params["mode"] == GatherScatterMode.CLIP else at
+        outside = (at < 0) | (at >= size)
+        # rows are split into [outer, worker, row of the part, microbatch, inner]
+        rest, inner = jnp.divmod(at, kind.inner)
+        rest, microbatch = jnp.divmod(rest, self.place.microbatches)
+        rest, row = jnp.divmod(rest, self.here)
+        outer, worker = jnp.divmod(rest, self.place.workers)
+        first = (jnp.asarray(self.place.worker) == 0) & (jnp.asarray(self.place.microbatch) == 0)
+        here = jnp.where(outside, first, (worker == self.place.worker) & (microbatch == self.place.microbatch))
+        local = jnp.where(here & ~outside, (outer * self.here + row) * kind.inner + inner, jnp.where(outside, size, 0))
+        (found,) = evaluated(one, [table.array, places.at[..., column].set(local.astype(places.dtype))])
+        looked = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
+        mine = lax.broadcast_in_dim(here, found.shape, looked)
+        return jnp.where(mine, found, jnp.zeros_like(found))
 
     def _over_rows(self, one: Any, value: Held) -> Any:
         """Return the largest, or smallest, over the rows of all workers; equal ones get equal parts of the gradient, as in JAX."""
@@ -323,6 +441,15 @@ class Compute(Walk):
         return [each._replace(array=array) for each, array in zip(kinds, arrays, strict=True)]
 
 
+OWN_FILES = (gathered_scan.__file__, gathered_blocks.__file__)
+
+
+def _of_layout(one: Any) -> bool:
+    """Return whether an equation is a layout's own function: layers whose parameters are gathered in it, or a region of several devices."""
+    name = one.primitive.name
+    return (name in OWN_GRADIENT and defined_in(one) in OWN_FILES) or (name == "shard_map" and defined_in(one) == parallel_context.__file__)
+
+
 def _shape(var: Any) -> Shape:
     return tuple(getattr(var.aval, "shape", ()))
 
@@ -364,10 +491,18 @@ def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
 
 
 def _sliced(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
-    starts, strides = one.params["start_indices"], one.params["strides"]
-    kept = [size == _shape(one.outvars[0])[dim] for dim, size in enumerate(_shape(one.invars[0]))]
-    limits = [n if all_of_it else limit for all_of_it, n, limit in zip(kept, arrays[0].shape, one.params["limit_indices"], strict=True)]
-    return {"start_indices": starts, "strides": strides, "limit_indices": tuple(limits)}
+    def scaled(places: Shape) -> Shape:
+        return tuple(
+            place * n // size if size else 0 for place, n, size in zip(places, arrays[0].shape, _shape(one.invars[0]), strict=True)
+        )
+
+    return {key: scaled(one.params[key]) for key in ("start_indices", "limit_indices")}
+
+
+def _split(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
+    axis = one.params["axis"]
+    size, here = _shape(one.invars[0])[axis], arrays[0].shape[axis]
+    return {"sizes": tuple(part * here // size for part in one.params["sizes"])}
 
 
 def _taken(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
@@ -384,9 +519,10 @@ RESIZED: dict[str, Callable[..., dict[str, Any]]] = {
     "broadcast_in_dim": lambda one, arrays, wanted: {"shape": wanted},
     "reshape": lambda one, arrays, wanted: {"new_sizes": wanted},
     "slice": _sliced,
+    "split": _split,
     "dot_general": _same,
     "gather": _taken,
-    **dict.fromkeys("conv_general_dilated pad stack random_fold_in random_wrap random_unwrap".split(), _same),
+    **dict.fromkeys("conv_general_dilated pad stack random_fold_in random_wrap random_unwrap random_split random_bits".split(), _same),
     **dict.fromkeys("reduce_window_sum reduce_window_max reduce_window_min".split(), _same),
     **dict.fromkeys("transpose squeeze argmax argmin cumsum cumprod cummax cummin cumlogsumexp sort concatenate rev".split(), _same),
     **dict.fromkeys("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split(), _same),

@@ -29,7 +29,7 @@ class Fixed:
 
     Along dims in `uniform` all entries are equal; other dims do not depend on the number of rows, unless `power` is None. `key`: a random
     key, or made of one. `power` is as in `PerRow`. `number`: a dim along which an entry is its own place, modulo the size of the dim; with
-    `columns` only those places of the last dim are.
+    `columns` only those places of the last dim are. `zero`: all entries are 0.
     """
 
     uniform: frozenset[int] = frozenset()
@@ -37,6 +37,12 @@ class Fixed:
     key: bool = False
     number: int | None = None
     columns: frozenset[int] | None = None
+    zero: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(Fixed):
+    """An array without rows that a layout's own function gives each worker, such as parameters that are gathered ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +123,9 @@ def elementwise(name: str, one: Any, other: Any, values: list[Kind]) -> Kind | N
         power = None
     if not rows:
         uniform = frozenset(range(len(shape))).intersection(*fixed)
-        return Fixed(uniform, power, any(isinstance(value, Fixed) and value.key for value in values), _number(name, one, values))
+        key = any(isinstance(value, Fixed) and value.key for value in values)
+        zero = name == "convert_element_type" and isinstance(values[0], Fixed) and values[0].zero
+        return Fixed(uniform, power, key, _number(name, one, values), zero=zero)
     ((dim, inner),) = rows
     if any(var.aval.shape[dim] != shape[dim] for var, value in zip(one.invars, values, strict=True) if isinstance(value, PerRow)):
         return None
@@ -144,6 +152,11 @@ def _summed(name: str, one: Any, values: list[Kind]) -> Kind | None:
         return Summed(total(*powers))
     if name == "div" and kinds == [Summed, Fixed]:
         return Summed(quotient(*powers))
+    if name == "select_n" and kinds[0] is Fixed and jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating):
+        found = values[1]
+        for value in values[2:]:
+            found = joined(found, value)
+        return with_power(found, found.power if powers[0] == 0 else None) if isinstance(found, Summed) else None
     if name in ("add", "sub", "add_any"):
         wanted = [(-1 if kind is Summed else 0) for kind in kinds]
         alike = (kinds == [Summed, Summed] and powers[0] == powers[1]) or powers == wanted

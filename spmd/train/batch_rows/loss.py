@@ -1,7 +1,7 @@
 """The loss of the full batch in a step that sees rows in parts: whether workers get it alone, and how it is computed if they do not."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,13 @@ from jax.extend.core import jaxpr_as_fun
 from spmd.errors import LossError, ModelError
 from spmd.jaxpr import without_unused
 from spmd.models.base import Call, Variables
+from spmd.models.blocks import NamedBlocks
 from spmd.nn.layer_stack import split_microbatches
-from spmd.nn.parallel_context import UNSHARDED, parallel_scope
+from spmd.nn.parallel_context import UNSHARDED, named_layers, parallel_scope
 from spmd.tracebacks import users_line
 from spmd.train.activations import Seen
 from spmd.train.batch_rows.compute import Compute, Place
-from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, PerRow, Summed
+from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, Local, PerRow, Summed
 from spmd.train.batch_rows.walk import Held, Shared, Unreadable, is_mean, read_loss
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, Objective
@@ -69,14 +70,20 @@ class Reading:
     Attributes:
       mean: whether workers that call it on their own rows get the right mean, of metrics and statistics, too.
       shares: what they share if they do not.
+      row_wise: whether layers that a layout may compute in ways of its own are row by row.
+      joining: layers that join rows.
       problem: why it cannot be read; "" where it can.
       statistics: whether the mean of the workers' statistics is right.
+      weights: whether what is shared depends on the weights, or only on random numbers and statistics that each part has anew.
     """
 
     mean: bool
     shares: tuple[Shared, ...] = ()
     problem: str = ""
     statistics: bool = True
+    weights: bool = True
+    row_wise: bool = True
+    joining: Shared | None = None
 
     @property
     def trained(self) -> list[Shared]:
@@ -99,15 +106,17 @@ def describe(share: Shared) -> str:
     """Return what is shared, and the line that needs it."""
     traceback = share.equation.source_info.traceback
     line = users_line((frame.file_name, frame.line_num) for frame in (traceback.frames if traceback else ()))
-    what = {"rows": "rows", "sum": "a sum over rows", "max": "a maximum over rows", "min": "a minimum over rows"}[share.how]
-    return f"{what} for {share.equation.primitive.name}{f' at {line}' if line else ''}"
+    what = {"rows": "rows", "sum": "a sum over rows", "max": "a maximum over rows", "min": "a minimum over rows"}
+    needed = f"{what[share.how]} for {share.equation.primitive.name}" if share.how in what else "layers"
+    return f"{needed}{f' at {line}' if line else ''}"
 
 
-def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alone: bool) -> None:
+def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alone: bool, by_layer: bool) -> None:
     """Check that a step that sees rows in parts can compute the loss of the batch.
 
     Args:
       alone: whether workers have weights of their own.
+      by_layer: whether the layout computes layers in a way of its own, each worker with its rows.
 
     Raises:
       LossError: it cannot.
@@ -125,7 +134,8 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     if parts.ticks:
         raise LossError(f"the loss is not a mean over rows, and {seen}.", fix=fix)
     if parts.of_position and reading.trained:
-        why = f"the loss joins rows with {describe(reading.trained[0])}, which depends on the weights, and {seen}, one after the other."
+        what = "the weights" if reading.weights else "random numbers, or on statistics, that each part has anew"
+        why = f"the loss joins rows with {describe(reading.trained[0])}, which depends on {what}, and {seen}, one after the other."
         raise LossError(why, fix=fix)
     nested = next((share for share in reading.shares if share.nested), None)
     if parts.of_position and nested is not None:
@@ -134,13 +144,32 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     if alone and reading.trained:
         why = f"the loss joins rows with {describe(reading.trained[0])}, and under {source} workers have weights of their own."
         raise LossError(why, fix=fix)
+    if by_layer and not reading.row_wise:
+        why = f"layers join rows, or use their number, and {seen}, layer by layer."
+        raise LossError(why, fix=fix)
     if parts.of_position and not reading.statistics:
         why = f"the model keeps statistics that are not means over rows, and {seen}, one after the other."
         raise ModelError(why, fix=" and ".join(changes) + ".")
 
 
-def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Parts) -> Reading:
-    """Read the loss, its metrics, and the statistics that it leaves, in a training step on batches like `sample`."""
+def check_pipelined(reading: Reading, source: str) -> None:
+    """Check that layers of a pipeline, which sees rows in microbatches, do not join them.
+
+    Raises:
+      LossError: they do.
+    """
+    if reading.joining is not None:
+        at = describe(reading.joining).removeprefix("layers")
+        why = f"layers join rows, or use their number{at}, and the [pipeline] of {source} computes them on microbatches of its own."
+        raise LossError(why, fix="layers that compute each row alone; or a layout without [pipeline], such as fsdp.")
+
+
+def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Parts, blocks: Collection[str]) -> Reading:
+    """Read the loss, its metrics, and the statistics that it leaves, in a training step on batches like `sample`.
+
+    Args:
+      blocks: paths of the submodules that the layout calls in ways of its own.
+    """
     variables, rows = abstract(placed.abstract_variables), jax.tree.leaves(sample)[0].shape[0]
     dtype, remat = compute_dtype(placed.config.precision), module_policies(placed.resolved.layout.remat)
     outputs: list[Any] = []
@@ -148,7 +177,8 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
     def call(variables: Variables, batch: Tree, key: Any) -> Any:
         variables = cast_variables(variables, dtype)
         with parallel_scope(dataclasses.replace(UNSHARDED, used=set(), schedules={}, reading=(WORKERS,))):
-            asked = Call(True, key, sync_axes=(WORKERS,), remat=remat, dtype=dtype, output_hook=Seen(placed.resolved))
+            named = NamedBlocks(frozenset(blocks), named_layers) if blocks else None
+            asked = Call(True, key, sync_axes=(WORKERS,), remat=remat, dtype=dtype, output_hook=Seen(placed.resolved), blocks=named)
             bound = placed.given.bind(variables, asked)
             value, extra = loss(bound, batch, key)
             found = value, extra, placed.given.get_stats(bound)
@@ -159,37 +189,60 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
         return jax.make_jaxpr(call, axis_env=[(WORKERS, 2)])(variables, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
-    changing = parts.of_position  # from one part to the next: random numbers, and statistics
-    given = _held(variables, sample, changing)
+    draws = parts.ticks or parts.microbatches > 1  # change from one part to the next, as statistics do
+    given = held_inputs(variables, sample, draws=draws, stats=parts.of_position)
     fewest = rows // parts.count
     if parts.ticks:
         fewest = split_microbatches(placed.parallel, jax.ShapeDtypeStruct((fewest,), jnp.float32)).rows
     fewest = max(fewest, 2)  # what is written for dims of size 1 says too little
-    others = fewest if fewest < rows else 2 * rows
-    try:
-        with LEAKS:
-            found, shares = read_loss(trace(rows), trace(others), given, rows, others)
-    except Exception as error:  # whatever a loss raises on another number of rows
-        if isinstance(error.__cause__, jax.errors.UnexpectedTracerError):
-            raise
-        return Reading(mean=False, problem=str(error).strip().partition("\n")[0])
+    problem = ""
+    for others in (fewest, 2 * rows) if fewest < rows else (2 * rows,):  # a loss of groups of rows may take no fewer
+        try:
+            with LEAKS:
+                traces = trace(rows), trace(others)
+                found, shares = read_loss(*traces, given, rows, others)
+            break
+        except Exception as error:  # whatever a loss raises on another number of rows
+            if isinstance(error.__cause__, jax.errors.UnexpectedTracerError):
+                raise
+            problem = problem or str(error).strip().partition("\n")[0]
+    else:
+        return Reading(mean=False, problem=problem)
     kinds = iter([held.kind for held in found])
     value, extra, stats = jax.tree.map(lambda leaf: (next(kinds), leaf.shape, leaf.dtype), outputs[0])
     statistics = all(_is_same(leaf) for leaf in jax.tree.leaves(stats, is_leaf=_is_output))
-    return Reading(statistics and _is_mean(value) and all(map(_is_mean, extra.values())), tuple(shares), statistics=statistics)
+    mean = statistics and _is_mean(value) and all(map(_is_mean, extra.values()))
+    weights = True
+    if parts.of_position and any(share.trained for share in shares):
+        of_weights = read_loss(*traces, held_inputs(variables, sample), rows, others)[1]
+        weights = any(share.trained for share in of_weights)
+    of_layers = [share for share in shares if share.how in ("layers", "statistics")]
+    return Reading(
+        mean,
+        tuple(share for share in shares if share.how not in ("layers", "statistics")),
+        statistics=statistics,
+        weights=weights,
+        row_wise=not of_layers,
+        joining=next((share for share in of_layers if share.how == "layers"), None),
+    )
 
 
-def _held(variables: Variables, sample: Tree, changing: bool) -> list[Held]:
-    """Return the inputs of a traced loss: the arrays of `Variables`, of a batch, and a key."""
+def held_inputs(variables: Variables, sample: Tree, *, draws: bool = False, stats: bool = False) -> list[Held]:
+    """Return the inputs of a traced loss: the arrays of `Variables`, of a batch, and a key.
+
+    Args:
+      draws: whether random numbers change from one part of a batch to the next, and so are as what is trained.
+      stats: whether statistics do.
+    """
     kinds = dataclasses.replace(
         variables,
         params=jax.tree.map(lambda _: Held(Fixed(), True), variables.params),
         frozen=jax.tree.map(lambda _: Held(Fixed()), variables.frozen),
-        stats=jax.tree.map(lambda _: Held(Fixed(), changing), variables.stats),
-        rngs=jax.tree.map(lambda _: Held(KEY, changing), variables.rngs),
+        stats=jax.tree.map(lambda _: Held(Fixed(), stats), variables.stats),
+        rngs=jax.tree.map(lambda _: Held(KEY, draws), variables.rngs),
     )
     batch = jax.tree.map(lambda _: Held(PerRow(0)), sample)
-    return jax.tree.leaves((kinds, batch, Held(KEY, changing)), is_leaf=lambda leaf: isinstance(leaf, Held))
+    return jax.tree.leaves((kinds, batch, Held(KEY, draws)), is_leaf=lambda leaf: isinstance(leaf, Held))
 
 
 def _is_mean(output: Any) -> bool:
@@ -217,7 +270,7 @@ def full_batch_loss(
     batch: Tree,
     key: Any,
     place: Place,
-    shares: tuple[Shared, ...],
+    reading: Reading,
 ) -> tuple[Any, dict[str, Any], Tree, Any]:
     """Return a function's loss, metrics, statistics, and one more output, for all rows of the batch.
 
@@ -225,12 +278,12 @@ def full_batch_loss(
 
     Args:
       function: takes variables, rows and a key, and returns a value, metrics by name, statistics, and something or None.
-      shares: what the reading found: a layout's own functions may not share more.
+      reading: of the loss; a layout's own functions may not share more.
 
     Raises:
       LossError: they would, or the two traces do not correspond.
     """
-    compute, outputs, shapes = _computed(function, variables, batch, key, place, shares)
+    compute, outputs, shapes = _computed(function, variables, batch, key, place, reading)
     value, extra, stats, more = outputs
     value = _as_means(value, shapes[0], compute)
     extra = {name: _as_means(metric, shapes[1][name], compute) for name, metric in extra.items()}
@@ -238,7 +291,7 @@ def full_batch_loss(
 
 
 def shared_arrays(
-    function: Callable[[Variables, Tree, Any], Any], variables: Variables, batch: Tree, key: Any, place: Place, shares: tuple[Shared, ...]
+    function: Callable[[Variables, Tree, Any], Any], variables: Variables, batch: Tree, key: Any, place: Place, reading: Reading
 ) -> list[jax.Array]:
     """Return the arrays that all rows of a batch share, in the order in which `full_batch_loss` needs them, from the rows of one position.
 
@@ -247,7 +300,7 @@ def shared_arrays(
 
     def run(variables: Variables, batch: Tree, key: Any) -> list[jax.Array]:
         record: list[jax.Array] = []
-        _computed(function, variables, batch, key, place, shares, record)
+        _computed(function, variables, batch, key, place, reading, record)
         return record
 
     closed = jax.make_jaxpr(run)(variables, batch, key)
@@ -261,7 +314,7 @@ def _computed(
     batch: Tree,
     key: Any,
     place: Place,
-    shares: tuple[Shared, ...],
+    reading: Reading,
     record: list[Any] | None = None,
 ) -> tuple[Compute, Any, Any]:
     """Return the outputs of a function, as trees of `Held`, and of shapes."""
@@ -274,21 +327,22 @@ def _computed(
 
     first, shapes = trace(rows)
     arrays = jax.tree.leaves((variables, batch, key))
-    given = [held._replace(array=x) for held, x in zip(_held(variables, batch, changing=False), arrays, strict=True)]
+    given = [held._replace(array=x) for held, x in zip(held_inputs(variables, batch), arrays, strict=True)]
     problem = ""
-    for traced in (1, 2) if here == 1 else (here,):  # for dims of size 1 JAX may do something else
+    # 1. For dims of size 1 JAX may do something else. 2. A loss of groups of rows may take no fewer than all.
+    for traced in (1, 2, 2 * rows) if here == 1 else (here, 2 * rows):
         known: Iterator[Any] | None = None if place.known is None else iter(place.known)
-        compute = Compute(rows, traced, here=here, place=place, known=known, record=record)
+        compute = Compute(rows, traced, here=here, place=place, row_wise=reading.row_wise, known=known, record=record)
         try:
             found = compute.closed(first, trace(traced)[0], given)
-        except Unreadable as error:
-            problem = str(error)
+        except (Unreadable, LossError) as error:
+            problem = problem or str(error).strip().partition("\n")[0]
             if record is not None:
                 record.clear()
             continue
-        _check_shares(compute.shares, shares)
+        _check_shares(compute.shares, reading.shares)
         return compute, jax.tree.unflatten(jax.tree.structure(shapes), found), shapes
-    raise LossError(f"the loss cannot be computed on {here} of {rows} rows: {problem}", fix=COMPILER)
+    raise LossError(f"the loss cannot be computed on {here} of {rows} rows: {problem}.", fix=COMPILER)
 
 
 def _check_shares(shares: Sequence[Shared], expected: Sequence[Shared]) -> None:
@@ -329,7 +383,8 @@ def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
     pair = len(leaves) == 2
 
     def part(held: Held, shape: tuple[int, ...]) -> Any:
-        if shape and shape[0] == compute.rows and not isinstance(held.kind, Summed):  # one value per row
+        _check_known(held)
+        if shape and shape[0] == compute.rows:  # one value per row
             return compute.coerced(held, PerRow(0), shape, shape)
         scale = 1 if pair else compute.parts
         if isinstance(held.kind, Summed):
@@ -339,8 +394,15 @@ def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
     return jax.tree.unflatten(jax.tree.structure(output, is_leaf=_is_held), [part(*each) for each in zip(leaves, full, strict=True)])
 
 
+def _check_known(held: Held) -> None:
+    if isinstance(held.kind, Local):
+        why = "the loss uses, or keeps, something else than rows that layers return, and this layout computes these layers in parts."
+        raise LossError(why, fix=f"a loss that returns (sum, count), or one value per row; or {COMPILER}")
+
+
 def _everywhere(held: Held, compute: Compute) -> Any:
     """Return a statistic of the full batch."""
+    _check_known(held)
     if isinstance(held.kind, PerRow):
         raise ModelError("a statistic of the model has an entry for each row of the batch.", fix="a sum or a mean over the rows.")
     shape = jnp.shape(held.array)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Sizes, Summed, joined, total, with_power
+from spmd.train.batch_rows.scatters import scatter
 
 OVER_ROWS = {"reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}  # what workers can find together
 
@@ -107,6 +108,10 @@ def _sized(a: Sequence[int], b: Sequence[int]) -> set[int]:
 def _concatenate(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     """Return the kind of an index, some columns of which may be the numbers of the rows; a worker counts them from its first row."""
     axis, last = one.params["dimension"], one.outvars[0].aval.ndim - 1
+    rows = {(value.dim, value.inner) for value in values if isinstance(value, PerRow)}
+    if len(rows) == 1 and axis == next(iter(rows))[0] and all(isinstance(value, PerRow) for value in values):  # views of the same rows
+        power = values[0].power if len({value.power for value in values}) == 1 else None
+        return PerRow(*next(iter(rows)), power)
     single = axis == last and all(var.aval.shape[axis] == 1 for var in one.invars)
     sized = _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
     numbers = {value.number for value in values if isinstance(value, Fixed) and value.columns is None} & sized
@@ -130,8 +135,11 @@ def _row_dims(value: Kind) -> set[int]:
 
 def _along(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     """Return the kind of what works along one dim, such as a cumulative sum: any but the rows'."""
-    del other
     dim = next(one.params[key] for key in ("axis", "dimension") if key in one.params)
+    first = values[0]
+    if one.primitive.name == "split" and isinstance(first, PerRow) and first.dim == dim:
+        parts = zip(one.params["sizes"], other.params["sizes"], strict=True)
+        return first if all(_all_rows(sizes, first, *part) for part in parts) else None
     found = _aside(sizes, one, {int(each) for each in np.atleast_1d(dim)}, values)
     scales = one.primitive.name not in ("cumprod", "cumlogsumexp")
     return found if found is None or scales or not found.power else with_power(found, None)
@@ -156,6 +164,11 @@ def _aside(sizes: Sizes, one: Any, touched: set[int], values: list[Kind]) -> Kin
     return found
 
 
+def _all_rows(sizes: Sizes, value: PerRow, first: int, second: int) -> bool:
+    """Return whether a place along the dim of the rows is between two runs of all rows, in both traces."""
+    return first % (sizes.rows * value.inner) == 0 and first * sizes.others == second * sizes.rows
+
+
 def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     """`slice`, `pad`, `dynamic_slice`, `rev`, windows: dims whose size is kept and that are not reversed are not touched."""
     old, new = one.invars[0].aval.shape, one.outvars[0].aval.shape
@@ -166,9 +179,22 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     if any(not isinstance(value, Fixed) for value in values[1:]):
         return None
     kept = _without_number(values[0])
+    if isinstance(kept, Fixed) and one.primitive.name == "pad":
+        kept = dataclasses.replace(kept, zero=False)
     if isinstance(kept, Summed):
         return kept if one.primitive.name == "slice" else None
-    if any(value.power != 0 for value in values[1:]) or _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept):
+    moved = _sized(one.params.get("start_indices", ()), other.params.get("start_indices", ()))
+    if isinstance(kept, PerRow) and one.primitive.name == "slice" and kept.dim in touched:
+        ends = [(one.params[key][kept.dim], other.params[key][kept.dim]) for key in ("start_indices", "limit_indices")]
+        runs = all(_all_rows(sizes, kept, *end) for end in ends) and (one.params["strides"] is None or one.params["strides"][kept.dim] == 1)
+        return kept if runs and moved <= {kept.dim} else None
+    if moved and isinstance(kept, PerRow):
+        return None
+    if (
+        moved
+        or any(value.power != 0 for value in values[1:])
+        or _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept)
+    ):
         kept = with_power(kept, None)
     if isinstance(kept, PerRow):
         return None if kept.dim in touched else kept
@@ -282,6 +308,9 @@ def _gather(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
         if isinstance(index, PerRow):
             return PerRow(looked[partner], table.inner, power) if (index.dim, index.inner) == (partner, table.inner) else None
         return PerRow(looked[partner], table.inner, power if partner in index.uniform else None)
+    few = 2 * math.prod(one.outvars[0].aval.shape) <= math.prod(shape) and one.outvars[0].aval.dtype != np.bool_
+    if few and table.dim in numbers.collapsed_slice_dims and isinstance(index, Fixed):
+        return Summed(None)  # workers look up what is in their rows
     full = table.dim in offsets and taken[table.dim] == shape[table.dim]
     return PerRow(offsets[table.dim], table.inner, power) if full and isinstance(index, Fixed) else None
 
@@ -336,6 +365,8 @@ def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
 def _split_key(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     """As many keys as there are rows are a key for each."""
     key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
+    if isinstance(key, PerRow):
+        return with_power(key, None)
     if not isinstance(key, Fixed) or one.invars[0].aval.ndim:
         return None
     if a[0] % sizes.rows == 0 and _sized(a, b) == {0}:
@@ -365,6 +396,7 @@ RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), scatter),
     "iota": _iota,
     "random_bits": _bits,
     "random_split": _split_key,

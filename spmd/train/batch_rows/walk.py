@@ -18,9 +18,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from spmd.jaxpr import scanned
+from spmd.jaxpr import equations, scanned
 from spmd.nn import scoring
 from spmd.nn.moe import ROUTES
+from spmd.nn.parallel_context import LAYERS
 from spmd.train import chunked_cross_entropy
 from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, PerRow, Sizes, Summed, elementwise, entry, joined, stacked, with_power
 from spmd.train.batch_rows.rules import OVER_ROWS, RULES
@@ -31,7 +32,16 @@ OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 JAX = str(Path(jax.__file__).parent)
 CHUNKED = chunked_cross_entropy.__file__
 ATTENTION = scoring.__file__
-SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
+SIZED = (
+    "shape",
+    "sizes",
+    "new_sizes",
+    "start_indices",
+    "limit_indices",
+    "slice_sizes",
+    "sharding",
+    "out_sharding",
+)  # the results' shapes determine these
 NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 ROUNDS = 6  # of a loop, until the kinds that it carries stay
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -55,7 +65,7 @@ class Shared(NamedTuple):
     """Something that workers share.
 
     Attributes:
-      how: "sum", "max", "min" or "rows".
+      how: "sum", "max", "min" or "rows". "layers": nothing, but layers join rows; "statistics": they keep, or use, sums over rows.
       trained: whether it depends on what is trained.
       bytes: the size of the array that every worker then has.
       equation: the one that needs it.
@@ -117,7 +127,8 @@ class Walk(Sizes):
             small = np.shape(first) == np.shape(second) and np.size(first) <= MOST_ELEMENTS
             same = first is second or (small and np.array_equal(np.asarray(first), np.asarray(second)))
             return Fixed(power=0 if same else None)
-        return Fixed(power=self.growth(float(np.real(first)), float(np.real(second))))
+        numbers = float(np.real(first)), float(np.real(second))
+        return Fixed(power=self.growth(*numbers), zero=numbers == (0.0, 0.0) and not np.iscomplexobj(first))
 
     def checked(self, kind: Kind | None, one: Any, other: Any) -> Kind | None:
         """Return the kind, if the shape of a result depends on the number of rows as the kind says; None if it does not."""
@@ -126,7 +137,7 @@ class Walk(Sizes):
             return None
         sized = {dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if x != y}
         if isinstance(kind, Summed):
-            return None if sized else kind
+            return with_power(kind, None) if sized else kind
         if isinstance(kind, Fixed):
             return kind if sized <= kind.uniform | {kind.number} else with_power(kind, None)
         size, part = a[kind.dim], b[kind.dim]
@@ -139,17 +150,21 @@ class Walk(Sizes):
     def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of an equation."""
         name = one.primitive.name
+        if name == "reshard":  # jax 0.10.2: `jnp.where` with a number, of a batch that was traced without the mesh of the step
+            return values
         if name == "scan":
             return self.scan(one, other, values)
         if name == "cond":
             return self.cond(one, other, values)
         if name in CALLS and one.params.get("name") == ROUTES and isinstance(values[0].kind, PerRow):
             return self.routed(one, other, values)
+        if name in CALLS and one.params.get("name") == LAYERS:
+            self.check_layers(one, other, values)
         if name in CALLS:
             return self.call(one, other, values)
         if name in OWN_GRADIENT and self.forward_only:
             return self.call(one, other, values)
-        if name == "custom_jvp_call" and _defined_in(one).startswith(JAX):
+        if name == "custom_jvp_call" and defined_in(one).startswith(JAX):
             return self.of_jax(one, other, values)
         return self.operation(one, other, values)
 
@@ -197,9 +212,9 @@ class Walk(Sizes):
         random = any(var.aval.dtype == np.uint32 or jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in one.invars)
         if random or any(isinstance(value, Fixed) and value.key for value in values):  # rows would draw the same on every worker
             return [None] * len(one.outvars)
-        if _defined_in(one) == CHUNKED:
+        if defined_in(one) == CHUNKED:
             return [_sum_over_tokens(values)]
-        if _defined_in(one) == ATTENTION:
+        if defined_in(one) == ATTENTION:
             return [_attention_of_rows(values)]
         return self.of_own_gradient(one, other, values) or [None] * len(one.outvars)
 
@@ -280,6 +295,15 @@ class Walk(Sizes):
     def call(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of a function that is called once."""
         return self.closed(_inner(one), _inner(other), values)
+
+    def check_layers(self, one: Any, other: Any, values: list[Held]) -> None:
+        """Record layers that a layout cannot compute row by row, on a worker's rows: not where they join rows, or use their number."""
+        reader = Walk(self.rows, self.others, forward_only=self.forward_only)
+        found = reader.call(one, other, [Held(with_power(value.kind, 0), value.trained) for value in values])
+        joins = bool(reader.shares) or any(isinstance(held.kind, PerRow | Fixed) and held.kind.power != 0 for held in found)
+        averages = any(equation.primitive.name == "psum" for equation in equations(_inner(one).jaxpr))  # over workers
+        if joins or averages or any(isinstance(held.kind, Summed) for held in found):
+            self.shares.append(Shared("layers" if joins else "statistics", False, 0, one))
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of a mixture of experts, in which each worker routes its own tokens.
@@ -399,9 +423,10 @@ def _inner(equation: Any) -> Any:
     return next(equation.params[key] for key in INNER if hasattr(equation.params.get(key), "eqns"))
 
 
-def _defined_in(equation: Any) -> str:
-    """Return the file that defines a function with a derivative of its own."""
-    defined = getattr(getattr(equation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
+def defined_in(equation: Any) -> str:
+    """Return the file that defines a function with a derivative of its own, or a function on shards."""
+    inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
+    defined = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
     return getattr(defined, "func_filename", None) or ""
 
 

@@ -1,0 +1,224 @@
+"""Find a loss or metric of an evaluation on all rows of the data, from sums over the rows of each batch.
+
+A masked mean, an F1, a root mean square: scalars that are functions of sums over rows. The program of each batch gives these sums, as many
+columns as it needs; they are added up over batches, and the function of them is computed once, at the end. What is computed from a sum is
+the same for all rows, until it is joined with rows again (advantages that are normalised, say): then the rows of all batches would have
+to be seen twice, and the result is that of a batch.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.jaxpr import without_unused
+from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed
+from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Walk, evaluated, is_mean
+from spmd.train.objective import LOSS
+
+OF_BATCH = object()  # in place of an array that is known for a batch and not for all rows
+SHARD_MAP = "shard_map"  # of a layout's own functions; each worker has its rows in it
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSums(Walk):
+    """`Walk` with the arrays of one batch, `rows` of them, or with sums over `total_rows` rows of several batches.
+
+    `Held.trained` is: known from sums over all rows. Arrays of other values are those of the batch, or None where there are `totals`.
+
+    Attributes:
+      taken: takes what is to be added up over batches: float32[k] each.
+      totals: gives the next k of their sums over all batches, float32[k], where the function of them is computed.
+      total_rows: the number of rows of all batches.
+    """
+
+    taken: list[Any] = dataclasses.field(default_factory=list, compare=False)
+    totals: Callable[[int], Any] | None = None
+    total_rows: Any = None
+
+    def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of an equation."""
+        if any(value.array is OF_BATCH for value in values):
+            return _of_batch(one)
+        if one.primitive.name in (*CALLS, *OWN_GRADIENT) and any(value.trained for value in values):
+            return self.call(one, other, values)
+        if any(value.trained for value in values):
+            return self.of_sums(one, other, values)
+        return super().equation(one, other, values)
+
+    def of_sums(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of a function of sums over all rows, and of what all rows share."""
+        pairs = zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)
+        alike = self.alike(one.params, other.params) and all(getattr(a.aval, "shape", 0) == getattr(b.aval, "shape", 0) for a, b in pairs)
+        if not alike or any(isinstance(value.kind, PerRow) for value in values):
+            return _of_batch(one)
+        known = [value if value.trained else self.added_up(value, var) for value, var in zip(values, one.invars, strict=True)]
+        if any(value.array is OF_BATCH for value in known):
+            return _of_batch(one)
+        return [Held(Fixed(), True, array) for array in evaluated(one, [value.array for value in known])]
+
+    def added_up(self, value: Held, var: Any) -> Held:
+        """Return a sum over the rows of a batch, or what all rows share, as that of all rows."""
+        kind, aval = value.kind, var.aval
+        if hasattr(var, "val") and kind.power == 0:
+            return Held(kind, True, var.val)
+        if kind.power is None or isinstance(kind, PerRow) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            return Held(kind, True, OF_BATCH)
+        # a sum over n of N rows grows as n ** -power; of what is the same for all batches the mean over rows is taken
+        power = kind.power if isinstance(kind, Summed) else kind.power - 1
+        if self.totals is None:
+            self.taken.append(jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power)
+            return Held(Fixed(), True, value.array)
+        total = (self.totals(aval.size) * self.total_rows**power).reshape(aval.shape)
+        exact = jnp.issubdtype(aval.dtype, jnp.inexact)
+        return Held(Fixed(), True, (total if exact else jnp.round(total)).astype(aval.dtype))
+
+    def with_arrays(self, one: Any, values: list[Held], held: list[Held]) -> list[Held]:
+        """Return the outputs of an equation, of known kinds, with the arrays of the batch."""
+        if self.totals is not None:
+            return held
+        arrays = evaluated(one, [value.array for value in values])
+        return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
+
+    def operation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of an equation; sums that it needs of all rows are added up."""
+        shapes = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        kinds = [self.checked(kind, *pair) for kind, pair in zip(self.kinds(one, other, [v.kind for v in values]), shapes, strict=True)]
+        if one.primitive.name == SHARD_MAP:
+            kinds = [self.by_shape(*pair) for pair in shapes]
+        if None not in kinds:
+            return self.with_arrays(one, values, [Held(kind) for kind in kinds if kind is not None])
+        if one.primitive.name in OWN_GRADIENT:  # nothing is differentiated here
+            return self.call(one, other, values)
+        if any(isinstance(value.kind, PerRow) for value in values):
+            return _of_batch(one)
+        return self.of_sums(one, other, values)
+
+    def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of a mixture of experts, in which each group of tokens is routed by itself."""
+        return self.with_arrays(one, values, [held._replace(trained=False) for held in super().routed(one, other, values)])
+
+    def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Any]) -> list[Held]:
+        """Return the outputs of a scan whose body carries these kinds, and returns others."""
+        held = super().looped(one, other, values, carry, ys, shares)
+        return _of_batch(one) if shares else self.with_arrays(one, values, held)
+
+    def cond(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+        """Return the outputs of branches; a batch may take another one than all rows would."""
+        if not isinstance(values[0].kind, Fixed) or values[0].kind.power != 0:
+            return _of_batch(one)
+        before = len(self.shares)
+        held = super().cond(one, other, values)
+        return _of_batch(one) if len(self.shares) > before else self.with_arrays(one, values, held)
+
+
+def _of_batch(one: Any) -> list[Held]:
+    return [Held(Fixed(power=None), True, OF_BATCH) for _ in one.outvars]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """The way in which the value of a loss or metric on all rows follows from batches.
+
+    Attributes:
+      mean: the mean of its values, weighted by rows, is right.
+      sums: the number of sums over rows of which it is a function; 0: it is none of sums.
+    """
+
+    mean: bool = False
+    sums: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Traces:
+    """A loss or metric of an evaluation, traced for the rows of a batch and for another number of rows.
+
+    Attributes:
+      first: the closed jaxpr for `rows` rows.
+      second: that for `others`.
+      given: the inputs, with their arrays or without.
+      shape: of the first output.
+    """
+
+    rows: int
+    others: int
+    first: Any
+    second: Any
+    given: Sequence[Held]
+    shape: tuple[int, ...]
+
+    def way(self) -> Way:
+        """Return the way in which the value on all rows follows from batches."""
+        sizes: list[int] = []
+        found: list[Held] = []
+
+        def zeros(size: int) -> jax.Array:
+            sizes.append(size)
+            return jnp.zeros(size)
+
+        def run() -> None:
+            found[:] = self._walk(totals=zeros, total_rows=jnp.float32(self.rows))
+
+        try:
+            jax.eval_shape(run)
+        except Exception:  # whatever a loss raises on another number of rows, and two traces that do not correspond
+            return Way()
+        if any(held.array is OF_BATCH for held in found):
+            return Way()
+        if any(held.trained for held in found):
+            return Way(sums=sum(sizes) if len(found) == 1 and not self.shape else 0)
+        return Way(mean=is_mean([held.kind for held in found], self.shape))
+
+    def of_batch(self) -> jax.Array:
+        """Return the sums of this batch, float32[k]."""
+        taken: list[jax.Array] = []
+        self._walk(taken=taken)
+        return jnp.concatenate(taken)
+
+    def of_all(self, totals: jax.Array, total_rows: Any) -> jax.Array:
+        """Return the value on all rows, from the sums of the sums of batches, float32[k], and the number of all rows."""
+        at = 0
+
+        def next_totals(size: int) -> jax.Array:
+            nonlocal at
+            at += size
+            return totals[at - size : at]
+
+        (found,) = self._walk(totals=next_totals, total_rows=total_rows)
+        return found.array
+
+    def _walk(self, **options: Any) -> list[Held]:
+        return BatchSums(self.rows, self.others, **options).closed(self.first, self.second, self.given)
+
+
+def traces_by_name(
+    trace: Callable[[int], tuple[Any, tuple]], rows: int, kinds: Sequence[Kind], arrays: Sequence[Any] | None = None
+) -> dict[str, Traces]:
+    """Return the loss and metrics of an evaluation by name, each with only the equations that it needs.
+
+    Args:
+      trace: from a number of rows to the closed jaxpr, and the shapes of (loss, metrics by name).
+      kinds: of the inputs.
+      arrays: the inputs for a batch of `rows` rows.
+    """
+    others = 2 * rows
+    (first, shapes), (second, _) = trace(rows), trace(others)
+    given = [Held(kind, array=array) for kind, array in zip(kinds, arrays or [None] * len(kinds), strict=True)]
+    leaves, structure = jax.tree.flatten(shapes)
+    loss, metrics = jax.tree.unflatten(structure, range(len(leaves)))
+
+    def traces(output: Any) -> Traces:
+        numbers = jax.tree.leaves(output)
+        return Traces(rows, others, _outputs_of(first, numbers), _outputs_of(second, numbers), given, tuple(leaves[numbers[0]].shape))
+
+    return {LOSS: traces(loss), **{name: traces(metric) for name, metric in metrics.items()}}
+
+
+def _outputs_of(closed: Any, numbers: Sequence[int]) -> Any:
+    """Return a closed jaxpr with some of the outputs, and only the equations that they need."""
+    jaxpr = closed.jaxpr
+    outputs = [jaxpr.outvars[number] for number in numbers]
+    kept = without_unused(jaxpr.eqns, outputs)
+    return closed.replace(jaxpr=jaxpr.replace(outvars=outputs, eqns=kept, debug_info=jaxpr.debug_info.with_unknown_names()))

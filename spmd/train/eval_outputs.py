@@ -1,0 +1,184 @@
+"""The loss and metrics of an evaluation: the columns that the program gives for a batch, and their values on all rows of the data."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.errors import join_names
+from spmd.jaxpr import equations
+from spmd.models.base import Variables
+from spmd.nn.parallel_context import UNSHARDED, ParallelConfig
+from spmd.train.activations import Seen
+from spmd.train.batch_rows.evaluation import SHARD_MAP, Traces, Way, traces_by_name
+from spmd.train.batch_rows.loss import held_inputs
+from spmd.train.loss_trace import trace_objective
+from spmd.train.losses import SHIPPED
+from spmd.train.metrics import Columns, PerExample, means, pack
+from spmd.train.model_setup import PlacedModel
+from spmd.train.objective import LOSS, Objective
+from spmd.train.sum_metrics import FromSums
+from spmd.tree import Tree
+
+TEXT = (
+    "of this evaluation %s %s the mean over batches of %d rows: not known to be a mean over rows or a function of sums over rows, so of "
+    "all rows at once it may be another number.\n"
+    "    fix: return (sum, count), both summed over the rows given, or one value per row that depends on no other row. Where the mean over "
+    "batches is what you want: spmd.losses.of_parts around the loss or metric."
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvalOutputs:
+    """The loss and metrics of an evaluation on batches like `sample`, of `rows` rows; traced where it is asked for."""
+
+    placed: PlacedModel
+    objective: Objective
+    sample: Tree
+    rows: int
+    warned: set[str] = dataclasses.field(default_factory=set)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the loss and metrics."""
+        return (LOSS, *self._shapes[1])
+
+    @functools.cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The name that each column of `sums` belongs to: a function of sums has several."""
+        metrics = self._shapes[1]
+        widths = [
+            metrics[name].values.shape[-1] if isinstance(metrics.get(name), Columns) else max(self._sums_of(name), 1) for name in self.names
+        ]
+        return tuple(name for name, width in zip(self.names, widths, strict=True) for _ in range(width))
+
+    @functools.cached_property
+    def pads(self) -> bool:
+        """Whether padding can be left out of the loss and all metrics."""
+        leaves = jax.tree.leaves(self._shapes, is_leaf=lambda leaf: isinstance(leaf, Columns))
+        return all(isinstance(leaf, Columns) or leaf.shape == (self.rows,) for leaf in leaves)
+
+    @property
+    def undefined(self) -> dict[str, str]:
+        """Why a metric from sums is NaN, by name."""
+        return {name: metric.undefined for name, metric in self.objective.metrics.items() if isinstance(metric, FromSums)}
+
+    @functools.cached_property
+    def means_of_batches(self) -> list[str]:
+        """Names of the loss and metrics whose mean over batches may differ from their value on all rows."""
+        return [name for name in self.names if not self._is_known(name) and self._ways[name] == Way()]
+
+    def warn_of_means(self) -> None:
+        """Warn, once, of a loss and metrics that several batches do not give for all rows."""
+        found = [name for name in self.means_of_batches if name not in self.warned]
+        self.warned.update(found)
+        if found:
+            names = join_names(f'"{name}"' for name in found)
+            logging.getLogger("spmd").warning(TEXT, names, "is" if len(found) == 1 else "are", self.rows)
+
+    # of a batch ---------------------------------------------------------------------------------------------------------------------------
+
+    def sums(self, forward: Callable[[Variables, Tree, Any], tuple], variables: Variables, batch: Tree, weights: jax.Array) -> jax.Array:
+        """Return sums over the rows of a batch, and counts, float32[2, columns]; called in a trace.
+
+        Args:
+          forward: returns the loss and metrics for variables, a batch and a key.
+          weights: float32[rows], 0 for padding.
+        """
+        value, extra = forward(variables, batch, jax.random.key(0))
+        sums = self.objective.sums(value, extra, weights)
+        names = [name for name in self.names if self._sums_of(name)]
+        if not names:
+            return pack(sums, self.names)
+        rows = weights.shape[0]
+        copies = 2 if rows == 1 else 1  # for dims of size 1 JAX may do something else
+        batch, key = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), batch), jax.random.key(0)
+
+        def trace(rows: int) -> tuple[Any, tuple]:
+            sized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+            return jax.make_jaxpr(forward, return_shape=True)(variables, sized, key)
+
+        kinds = [held.kind for held in held_inputs(variables, batch)]
+        traces = traces_by_name(trace, rows * copies, kinds, jax.tree.leaves((variables, batch, key)))
+        for name in names:
+            found = traces[name].of_batch() / copies
+            sums[name] = (found, jnp.full(found.shape, rows, jnp.float32))
+        return pack(sums, self.names)
+
+    # of all batches -----------------------------------------------------------------------------------------------------------------------
+
+    def finish(self, total: np.ndarray) -> dict[str, float]:
+        """Return the loss and metrics by name, from sums and counts over all rows, float[2, columns] on the host."""
+        columns, found = np.array(self.columns), {}
+        for name in self.names:
+            sums, counts = np.asarray(total, np.float64)[:, columns == name]
+            metric = self.objective.metrics.get(name)
+            if isinstance(metric, FromSums):
+                found[name] = metric.value(name, sums)
+            elif self._sums_of(name) and counts[0]:
+                with jax.transfer_guard("allow"):
+                    found[name] = float(self._functions_of_sums[name](sums.astype(np.float32), np.float32(counts[0])))
+            else:
+                found[name] = float(means(sums, counts)[0])
+        return found
+
+    def drawings(self, total: np.ndarray) -> dict[str, Callable[[], Any]]:
+        """Return functions that draw metrics from sums by name, from what `finish` gets; none of sums that are not finite."""
+        columns, metrics = np.array(self.columns), self.objective.metrics.items()
+        drawn = {name: metric for name, metric in metrics if isinstance(metric, FromSums) and metric.draw is not None}
+        sums = {name: np.asarray(total, np.float64)[0, columns == name] for name in drawn}
+        return {
+            name: functools.partial(metric.picture, name, sums[name]) for name, metric in drawn.items() if np.isfinite(sums[name]).all()
+        }
+
+    # the traces ---------------------------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _shapes(self) -> tuple:
+        return self._trace(self.rows)[0]
+
+    def _trace(self, rows: int, parallel: ParallelConfig | None = None) -> tuple[tuple, Any]:
+        return trace_objective(self.placed, self.objective, self.sample, rows, Seen(self.placed.resolved), parallel=parallel)
+
+    def _traces_under(self, parallel: ParallelConfig | None) -> dict[str, Traces]:
+        kinds = [held.kind for held in held_inputs(self.placed.abstract_state.variables, self.sample)]
+        rows = max(self.rows, 2)  # for dims of size 1 JAX may do something else
+
+        def trace(rows: int) -> tuple[Any, tuple]:
+            shapes, jaxpr = self._trace(rows, parallel)
+            return jaxpr, shapes
+
+        return traces_by_name(trace, rows, kinds)
+
+    @functools.cached_property
+    def _traces(self) -> dict[str, Traces]:
+        return self._traces_under(None)
+
+    @functools.cached_property
+    def _ways(self) -> dict[str, Way]:
+        ways = {name: traces.way() for name, traces in self._traces.items()}
+        if any(found.primitive.name == SHARD_MAP for found in equations(self._traces[LOSS].first.jaxpr)):
+            # a layout's own functions are not read, so the loss has to be the same function of rows without them
+            alone = self._traces_under(dataclasses.replace(UNSHARDED, used=set()))
+            ways = {name: ways[name] if ways[name] == traces.way() else Way() for name, traces in alone.items()}
+        return ways
+
+    @functools.cached_property
+    def _functions_of_sums(self) -> dict[str, Callable[..., jax.Array]]:
+        return {name: jax.jit(traces.of_all) for name, traces in self._traces.items() if self._sums_of(name)}
+
+    def _sums_of(self, name: str) -> int:
+        """Return the number of sums over rows of which a scalar is a function; 0: the mean of its values on batches is taken."""
+        output = self._shapes[0] if name == LOSS else self._shapes[1][name]
+        return 0 if self._is_known(name) or getattr(output, "shape", None) != () else self._ways[name].sums
+
+    def _is_known(self, name: str) -> bool:
+        """Return whether nothing has to be read to know that a metric's mean is right."""
+        metric = self.objective.metrics.get(name, self.objective.loss if name == LOSS else None)
+        shipped = isinstance(metric, FromSums) or (isinstance(metric, PerExample) and metric.function in SHIPPED)
+        return shipped or getattr(metric, "of_parts", False)
