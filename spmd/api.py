@@ -45,6 +45,7 @@ from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
+from spmd.run.report_cycles import report_unfinished
 from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
@@ -213,13 +214,13 @@ def fit(
       batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
       epochs, steps: the length of the run; give one of them, or neither for one epoch.
       eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
-      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or `optax.contrib.schedule_free` keeps, and
-        not the newest weights.
+      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or `optax.contrib.schedule_free` keeps, or
+        the slow weights of `optax.lookahead`, and not the newest weights.
       metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
         (`spmd.metrics`) are measured in training too.
       checkpoint: a folder, or a `Checkpoint` with more options.
-      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also when the contents of the data have
-        changed, such as a repaired row.
+      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also when the data have changed, such as a
+        repaired row, their number, the batch size, `shuffle` or the seed: a line says what of the order is lost.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
       log_every: steps per record; each record is the mean over them, with rates such as tokens per second.
@@ -348,6 +349,7 @@ def fit(
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
+    report_unfinished(run.state.opt, run.step, saved=store is not None)
     of_steps = None if profiler is None else profiler.profile
     rate = run.samples / seconds if run.samples and seconds > 0 else None
     return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)

@@ -10,17 +10,19 @@ import jax
 from spmd.data.work_assignment import Position
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
+from spmd.run.changed_data import resumed_position
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
-from spmd.run.checkpoint_reader import data_changes, is_hashed, option_changes, saved_position
+from spmd.run.checkpoint_reader import data_changes, is_hashed, option_changes, saved_numbers, saved_position
 from spmd.run.config import StartPoint
 from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
 from spmd.run.memory_folder import newest_step
 from spmd.run.memory_restore import MemoryState, newest_in_memory
 from spmd.run.time_account import TimeAccount
+from spmd.train.state import place_copy, seed_data
 from spmd.trainer import Trainer
 
-CHANGED_DATA = "changed_data"  # fit(resume=...): resume although the contents of the data have changed
+CHANGED_DATA = "changed_data"  # fit(resume=...): resume although the data, its batches or its order have changed
 
 
 def wants_resume(resume: bool | str) -> bool:
@@ -30,7 +32,7 @@ def wants_resume(resume: bool | str) -> bool:
       OptionError: it is neither a bool nor "changed_data".
     """
     if not isinstance(resume, bool) and resume != CHANGED_DATA:
-        fix = f'True, False, or "{CHANGED_DATA}" to resume where the contents of the data have changed.'
+        fix = f'True, False, or "{CHANGED_DATA}" to resume where the data, its batches or its order have changed.'
         raise OptionError(f"resume={resume!r}", fix=fix)
     return bool(resume)
 
@@ -96,7 +98,7 @@ def start(
     """The starting point of a run: the newest state in memory or undamaged checkpoint on disk, or step 0 if there is none.
 
     Raises:
-      CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
+      CheckpointError: the data differs from the saved run's, or comes in other batches or another order, without `changed_data`.
     """
     start_point = None
     if store is not None and (store.latest() is not None or memory is not None):
@@ -140,14 +142,27 @@ def _restore(
         position, data = saved_position(saved, step, store, f'or  resume="{CHANGED_DATA}"  to begin with the first epoch of the data.')
     problems = data_changes(data, now)
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
-    raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
+    of_order = [problem for name, problem in problems.items() if not name.startswith("contents")]
+    if of_order and not changed_data:
+        keeps = "which keeps weights, optimizer and step, and says what of the order is lost"
+        of_order[-1] = dataclasses.replace(
+            of_order[-1], fix=f'data, batches and order as the run began; or resume="{CHANGED_DATA}", {keeps}.'
+        )
+        raise_problems(CheckpointError, headline, of_order)
     if is_hashed(now) and not is_hashed(data):
         changes.append("the checkpoint has no hash of its data, so the contents of the data were not compared")
     changes += ["the checkpoint does not say where in its data the loop was: its first epoch begins"] if alone else []
     trainer.placed.release()  # so that the restored state finds their memory free
-    state, comm_changes = trainer.load(store, step) if in_memory is None else (in_memory.build(), [])
+    if in_memory is None:
+        state, state_changes = trainer.load(store, step)
+    else:
+        state, state_changes = trainer.script_numbers.update(in_memory.build(), saved_numbers(saved, trainer.abstract_state))
     if changed_data:
-        changes += [f"{name} of the data have changed" for name in problems]
+        position, lines = resumed_position(position, data, now, list(problems))
+        changes += lines
+        if "seed" in problems:
+            state = dataclasses.replace(state, key=place_copy(seed_data(now["seed"]), state.key.sharding))
+            changes.append("random numbers, such as those of dropout, are drawn from the new seed")
     else:  # raised last: if the model has changed too, that error is more useful
         fix = f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this data.'
         raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
@@ -156,4 +171,4 @@ def _restore(
     if in_memory is not None:
         than_disk = "there is none on disk" if on_disk is None else f"{step - on_disk} steps after the newest checkpoint on disk"
         source = f"memory ({in_memory.source}), {than_disk}"
-    return StartPoint(state, position, callbacks, [*changes, *comm_changes], owes, evaluated, source)
+    return StartPoint(state, position, callbacks, [*changes, *state_changes], owes, evaluated, source)

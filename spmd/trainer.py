@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from spmd.data.retries import read_epoch
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches, epoch_ended
 from spmd.distributed import uneven_batches, watchdog
-from spmd.errors import CheckpointError, DataError, OptionError, check_integer, did_you_mean, raise_problems, short_repr
+from spmd.errors import CheckpointError, DataError, OptionError, check_integer, join_names, raise_problems, short_repr
 from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
@@ -29,10 +30,11 @@ from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_position
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_numbers, saved_position
 from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
+from spmd.run.script_numbers import ScriptNumbers, find_script_numbers
 from spmd.sync.notes import notes as exchange_notes, server_notes
 from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.train.choose_frozen import check_same_trained
@@ -43,7 +45,7 @@ from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, check_placed, replicated_moments
 from spmd.train.wrapped_optimizer import options_of
-from spmd.tree import Tree, abstract
+from spmd.tree import Tree, abstract, flatten, map_paths
 from spmd.wire.comm_log import CommLog
 
 
@@ -197,7 +199,8 @@ class Trainer:
           checkpoint: the run's folder.
           step: "latest", "best" (for a run with `Checkpoint(best=...)`), or a number.
           only: "params": parameters and batch statistics alone, in a new state at step 0 of this trainer's optimizer, whatever the
-            run's optimizer was. `fit(trainer.rebuild(state), ...)` trains from there.
+            run's optimizer was. `fit(trainer.rebuild(state), ...)` trains from there. Or a pattern of their paths, such as "encoder/**":
+            all others, such as another head, are those of `trainer.init()`, and a line names them.
 
         Returns:
           The state, on this trainer's mesh.
@@ -210,13 +213,15 @@ class Trainer:
           trainer.evaluate(state, test_data, batch_size=128)
         """
         config = as_checkpoint(checkpoint)
-        if only not in (None, PARAMS):
-            raise OptionError(f"only={only!r}.", fix=did_you_mean(str(only), (PARAMS,)))
+        if only is not None and not isinstance(only, str):
+            raise OptionError(f"only={short_repr(only)}.", fix='"params", or a pattern of paths such as "encoder/**".')
         if config is None:
             raise CheckpointError(f"checkpoint={short_repr(checkpoint)}: there is no such folder.")
         check_run_folder(config.path)
         reader = CheckpointReader(config.path)
         chosen = reader.step(step)
+        if only is not None and only != PARAMS:
+            return self._restore_matching(reader, chosen, only)
         if only is not None:
             return self._placed.begin(*reader.restore_params(chosen, self.abstract_state, self._placed.packing))
         state, warnings = self.load(reader, chosen)
@@ -224,6 +229,17 @@ class Trainer:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
         self._checkpoints.restored(reader.folder, chosen, state, reader.steps()[-1])
         return state
+
+    def _restore_matching(self, reader: CheckpointReader, step: int, pattern: str) -> State:
+        """A new state at step 0, in which what a pattern matches is that of the checkpoint."""
+        restored = reader.restore_matching(step, self.abstract_state, pattern, packed=self._placed.packing is not None)
+        state = self.init()
+        trees = {"params": state.params, "stats": state.stats, "frozen": state.frozen}
+        new = [path for name, tree in trees.items() for path in flatten(tree) if f"{name}/{path}" not in restored]
+        line = "restored from step %s: %d arrays of the model that match %s; %s begin as in a new state."
+        logging.getLogger("spmd").warning(line, step, len(restored), pattern, join_names(new, 5) or "none")
+        mixed = {name: map_paths(lambda path, leaf, of=name: restored.get(f"{of}/{path}", leaf), tree) for name, tree in trees.items()}
+        return self._placed.restart(dataclasses.replace(state, **mixed))
 
     @outside_of_mesh()
     def save(
@@ -286,17 +302,27 @@ class Trainer:
                 **options_of(self._placed.given_optimizer),
             },
             "storage": self.packing,
+            "optimizer": self.script_numbers.to_json(),
         }
+
+    @functools.cached_property
+    def script_numbers(self) -> ScriptNumbers:
+        """The numbers that the script gave the optimizer and that the state keeps."""
+        return find_script_numbers(*self._placed.optimizer_at_start, self._placed.optimized)
 
     @outside_of_mesh()
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
-        """The state of a step, and in words what of the optimizer's wrappers and of the codecs' memory did not fit."""
+        """The state of a step; and in words the numbers of the optimizer that the script has changed, and what of the optimizer's wrappers
+        and of the codecs' memory did not fit."""
+        meta = reader.meta(step)
         with reader.naming_errors(step):
-            layout = loads(reader.meta(step)["layout"])
+            layout = loads(meta["layout"])
         check_sync_schedule(layout.parameter_server, self.layout.parameter_server, step)
         check_same_trained(layout, self.layout, step)
         placed = self._placed
-        return reader.restore(step, self.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
+        state, changes = reader.restore(step, self.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
+        state, numbers = self.script_numbers.update(state, saved_numbers(meta, self.abstract_state))
+        return state, [*numbers, *changes]
 
     @property
     def packing(self) -> dict[str, Any] | None:
@@ -476,7 +502,8 @@ class Trainer:
     @outside_of_mesh()
     def averaged(self, state: State) -> State:
         """The state with the average of the weights in place of the weights: that which `spmd.optimizers.average_weights` keeps, or
-        the one of `optax.contrib.schedule_free` (`schedule_free_eval_params`), whose optimizers are to be evaluated with it.
+        the one of `optax.contrib.schedule_free` (`schedule_free_eval_params`), whose optimizers are to be evaluated with it; or the slow
+        weights of `optax.lookahead`.
 
         It can be evaluated, exported, rebuilt as a model, and passed to `predict`. All but the weights is that of `state`, in the same
         arrays, which a step from either of the two consumes.

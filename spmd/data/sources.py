@@ -19,6 +19,7 @@ from spmd.models.wrap import missing_arguments
 from spmd.tree import Tree, abstract, describe, flatten
 
 T = TypeVar("T")
+RECORDS_SEED = "seed of the records"  # in a fingerprint; checkpoints of earlier versions do not have it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +207,9 @@ class RecordSource:
         warn_skipped(self.records, number, skipped)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to resume with the same data."""
-        return self.records.facts()
+        """What must be equal for a run to resume with the same data; the records' seed has a name of its own, since a run has one, too."""
+        facts = self.records.facts()
+        return {**{name: fact for name, fact in facts.items() if name != "seed"}, RECORDS_SEED: facts["seed"]}
 
 
 def bind_rows(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:

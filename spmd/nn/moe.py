@@ -44,7 +44,8 @@ class MixtureOfExperts(nnx.Module):
     Under  [experts] axis = "expert"  each device of the axis has some of the experts, and one all-to-all sends the tokens to them, another
     one back. Weights carry the logical axis names "expert", "embed" and "mlp", so that  [axes] expert = "expert"  shards them.
 
-    The loss of `Routing` is that of Switch Transformer (equations 4 to 6), of first choices, with the shares of all workers.
+    The loss of `Routing` is that of Switch Transformer (equations 4 to 6), of first choices, with the shares of all workers. Under
+    `accumulate` it is that of each microbatch, over all workers; their mean is not the loss of the batch, and a note says so.
 
     Args:
       features: of a token, in and out; `hidden`: between an expert's two layers; `experts`: how many.
@@ -110,6 +111,14 @@ class MixtureOfExperts(nnx.Module):
             shares = collectives.all_reduce(jax.lax.stop_gradient(chosen.sum(axis=0)), workers)
         loss = len(up) * jnp.sum(shares / shares.sum() * likely.mean(axis=0))
         return y, Routing(loss, dropped.mean())
+
+
+def microbatch_notes(parallel: ParallelConfig, rows: int, count: int) -> list[str]:
+    """A note on a mixture of experts in a loss that is called on `count` microbatches of a batch of `rows` rows."""
+    if count == 1 or MIXTURE not in parallel.used:
+        return []
+    computed = f"capacity and Routing.loss are computed for each of {count} microbatches of {rows // count} rows"
+    return [f"note: MixtureOfExperts under accumulate={count}: {computed}, and not for the {rows} rows of a batch, as with accumulate=1."]
 
 
 ROUTES = "tokens_in_groups"  # the name of a function in a traced loss

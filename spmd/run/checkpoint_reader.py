@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.data.sources import RECORDS_SEED
 from spmd.data.work_assignment import Position
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, Problem, SpmdError, raise_problems, short_repr
+from spmd.errors import CheckpointError, OptionError, Problem, SpmdError, did_you_mean, raise_problems, short_repr
 from spmd.models.frozen import join
 from spmd.nn.layer_order import StageOrder
+from spmd.path_match import covering, matches, suggest
 from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
 from spmd.run.reshard_checkpoint import (
     FROZEN,
@@ -50,12 +52,17 @@ META_TYPES = {
     "mesh": str,
     "options": dict,
     "storage": dict | None,
+    "optimizer": dict,
     "position": dict,
     "callbacks": list,
     "pace": list | None,
 }
 RESTORE_PARAMS = (
     'parameters and batch statistics fit. Trainer.restore(folder, only="params") puts them into a new state of this optimizer, at step 0; '
+    "fit(trainer.rebuild(state), ...) trains from there, into another folder."
+)
+RESTORE_PART = (
+    '{count} arrays of the model fit. Trainer.restore(folder, only="{pattern}") puts them into a new state, at step 0; '
     "fit(trainer.rebuild(state), ...) trains from there, into another folder."
 )
 ARRAY_PATTERN = r"\w+\[(\d+(, \d+)*)?\]"
@@ -213,10 +220,11 @@ class CheckpointReader:
             try:
                 repacking = self._repacking(step, meta, wanted, packing, of="model and optimizer", without=rewrapping.new)
             except CheckpointError as error:
+                fix = "" if packing is not None or meta.get("storage") is not None else _restore_part(meta["arrays"], arrays)
                 with contextlib.suppress(CheckpointError):
                     self._repacking(step, meta, wanted, packing, of="model")
-                    error = CheckpointError(f"{error}\n", fix=RESTORE_PARAMS, problems=error.problems)
-                raise error from None
+                    fix = RESTORE_PARAMS
+                raise (CheckpointError(f"{error}\n", fix=fix, problems=error.problems) if fix else error) from None
             comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.moves_params)
             state = {rewrapping.names[path]: leaf for path, leaf in repacking.to_read().items()}
             restored = self._read(step, {**comm_state, STATE: state})
@@ -243,14 +251,47 @@ class CheckpointReader:
             trees = ((PARAMS, wanted.params), (STATS, wanted.stats), (FROZEN, wanted.frozen))
             return tuple(map_paths(lambda path, leaf, of=of: take(flat, f"{of}/{path}", leaf), tree) for of, tree in trees)  # type: ignore[return-value]
 
+    def restore_matching(self, step: int, wanted: State, pattern: str, *, packed: bool) -> dict[str, jax.Array]:
+        """The parameters, batch statistics and frozen parameters whose paths a pattern matches, placed as in `wanted`, by path in a state.
+
+        Args:
+          packed: parameters of `wanted` are packed or ordered.
+
+        Raises:
+          CheckpointError: arrays of these that are missing, unexpected, or of another shape or dtype; or packed ones.
+          OptionError: the pattern matches no parameter that both have.
+        """
+        meta = self.meta(step)
+        with self.naming_errors(step):
+            known, here = (_of_model(arrays) for arrays in (meta["arrays"], arrays_by_path(wanted)))
+            common = [path.partition("/")[2] for path in here if path in known]
+            if not matches(pattern, common):
+                near = suggest(pattern, common)
+                fix = did_you_mean(pattern, [PARAMS]) if near is None else f'"{near[0]}", which matches {near[1]}.'
+                raise OptionError(f"only={pattern!r} matches no parameter that both the checkpoint and this model have.", fix=fix)
+            if packed or meta.get("storage") is not None:
+                why = f"only={pattern!r}: parameters of the {'model' if packed else 'checkpoint'} are packed, or in the order of stages"
+                raise CheckpointError(
+                    f"{why}.", fix='only="params" and the model as it was; then replace the part in trainer.rebuild(state).'
+                )
+            repacking = self._repacking(step, meta, wanted, None, of="model", pattern=pattern)
+            return self._read(step, {STATE: repacking.to_read()})[STATE]
+
     def _repacking(
-        self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str, without: Collection[str] = ()
+        self,
+        step: int,
+        meta: dict[str, Any],
+        wanted: State,
+        packing: Packing | None,
+        of: str,
+        without: Collection[str] = (),
+        pattern: str = "**",
     ) -> Repacking:
-        """How to read a state without some arrays, or only the model's part; raises if it does not fit."""
+        """How to read a state without some arrays, or only the model's part, or what of it a pattern matches; raises if it does not fit."""
 
         def select(arrays: Mapping[str, Any]) -> dict[str, Any]:
             if of == "model":
-                return {path: array for path, array in arrays.items() if path.partition("/")[0] in (PARAMS, STATS, FROZEN)}
+                return {path: array for path, array in _of_model(arrays).items() if matches(pattern, [path.partition("/")[2]])}
             return {path: array for path, array in arrays.items() if checkpoint_item(path) == STATE and path not in without}
 
         saved, arrays, packed = select(meta["arrays"]), select(arrays_by_path(wanted)), meta.get("storage")
@@ -286,6 +327,18 @@ class CheckpointReader:
             if missing:
                 raise ValueError(f"{item}: {', '.join(missing[:5])} is missing")
         return {item: dict(restored[item]) for item in wanted}
+
+
+def _restore_part(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """A fix that reads the part of a model that fits, if a pattern describes it."""
+    saved, wanted = _of_model(saved), _of_model(wanted)
+    fitting = [path.partition("/")[2] for path, leaf in wanted.items() if saved.get(path) == describe(leaf)]
+    pattern = covering(fitting, {path.partition("/")[2] for path in (*saved, *wanted)}) if fitting else None
+    return "" if pattern is None else RESTORE_PART.format(count=len(fitting), pattern=pattern)
+
+
+def _of_model(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: array for path, array in arrays.items() if path.partition("/")[0] in (PARAMS, STATS, FROZEN)}
 
 
 def check_meta(meta: Mapping[str, Any]) -> None:
@@ -340,6 +393,13 @@ def saved_position(meta: Mapping[str, Any], step: int, reader: CheckpointReader,
         return Position(**meta["position"]), meta["data"]
 
 
+def saved_numbers(meta: Mapping[str, Any], wanted: State) -> dict[str, Any] | None:
+    """The numbers that the script gave the optimizer of a checkpoint (`ScriptNumbers`), by their paths in the wanted state; None if the
+    checkpoint, of an earlier version, does not say."""
+    numbers = meta.get("optimizer")
+    return None if numbers is None else Rewrapping(meta["arrays"], arrays_by_path(wanted)).renamed(numbers)
+
+
 def option_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What has changed of mesh, options and layout between two runs, but for an optimizer's wrappers that are new, or gone."""
     old, new = ({"mesh": meta["mesh"], **meta["options"]} for meta in (saved, now))
@@ -352,8 +412,9 @@ def option_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 def data_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Problem]:
     """Where the descriptions of two runs' data differ, by name."""
-    unhashed = () if is_hashed(saved) else tuple(name for name in now if name.startswith("contents"))
-    different = [name for name in dict.fromkeys([*saved, *now]) if name not in unhashed and saved.get(name) != now.get(name)]
+    unknown = set() if is_hashed(saved) else {name for name in now if name.startswith("contents")}
+    unknown |= {RECORDS_SEED} - saved.keys()
+    different = [name for name in dict.fromkeys([*saved, *now]) if name not in unknown and saved.get(name) != now.get(name)]
     return {name: Problem(name, [f"saved {saved.get(name)!r}, now {now.get(name)!r}"]) for name in different}
 
 

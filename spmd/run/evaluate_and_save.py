@@ -15,6 +15,7 @@ from spmd.run.control import RunControl
 from spmd.run.goodput import EVALUATING, SAVING, duration
 from spmd.run.loggers import write_record
 from spmd.run.progress import NoProgress
+from spmd.run.report_cycles import report_perturbed
 from spmd.run.schedule import Intervals
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
 from spmd.run.step_metrics import StepMetrics
@@ -25,6 +26,7 @@ class Evaluator:
 
     def __init__(self, config: LoopConfig, run: RunState, control: RunControl, metrics: StepMetrics):
         self._config, self._run, self._control, self._metrics = config, run, control, metrics
+        self._reported_perturbed = False
         self.completed_at = self.unfinished_at = -1  # steps of the newest evaluation that was completed, and that was not
 
     def evaluate(self) -> None:
@@ -33,6 +35,7 @@ class Evaluator:
         if config.evaluate is None or self.completed_at == run.step:
             return
         self._metrics.drain()
+        self._reported_perturbed = self._reported_perturbed or report_perturbed(run.state.opt, run.step)
         self.completed_at = run.step
         self._control.watchdog.record_progress("eval", run.step)
         with (

@@ -11,6 +11,7 @@ from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
 from spmd.run.loggers import write_record
 from spmd.run.progress import Pace
+from spmd.run.report_cycles import averages_batches, report_short_batch
 from spmd.run.report_skips import report_skip
 from spmd.run.watch import Counts, histogram_record
 from spmd.run.work import peak_memory
@@ -31,6 +32,7 @@ class StepMetrics:
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
         self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
+        self._reports_short = averages_batches(run.state.opt)
         self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
 
     def add(self, first_step: int, packed: jax.Array, rows: list[int], counts: Counts = NOTHING) -> None:
@@ -73,6 +75,10 @@ class StepMetrics:
             histograms = histogram_record(jax.tree.map(self._fetch, counts), program.placed.given.stacks())
             write_record(self._config.loggers, {"step": first, "epoch": epoch, **histograms})
         run.samples += sum(rows)
+        short = next((first + offset for offset, count in enumerate(rows) if count < program.rows), None)
+        if self._reports_short and short is not None:
+            self._reports_short = False
+            report_short_batch(short, rows[short - first], program.rows)
         if first == 1 and not self._skipped(packed[0]):
             check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0))
         newest = first + len(packed) - 1 == run.step

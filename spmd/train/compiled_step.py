@@ -22,6 +22,7 @@ from spmd.layout.compiler import xla_options
 from spmd.models.base import Call, Variables
 from spmd.models.frozen import join
 from spmd.nn.gathered_blocks import GatheredBlocks
+from spmd.nn.moe import microbatch_notes
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.nn.written_attention import fuse_attention
@@ -109,6 +110,7 @@ class Program:
         self.notes += [*accumulation, *chosen, *placed.products.notes(), *memory_notes(placed.resolved.layout, placed.platform)]
         self.notes += scale_notes(placed.abstract_state.opt)
         self.notes += owner_notes(placed.given_optimizer, optimized, placed.abstract_state.opt, placed.optimized, placed.mesh)
+        self.notes += microbatch_notes(placed.parallel, self.rows, placed.config.accumulate)
         self._loss_names = (LOSS, *extra)
         self.reading, self._checked = self._read_loss(), False
         self.notes += [] if self.reading.mean else [self.reading.note()]

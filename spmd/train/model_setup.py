@@ -346,6 +346,11 @@ class PlacedModel:
         exchange, first = self.exchange, self.optimizer.init
         return opening_per_worker(first, exchange.worker_count) if exchange.local else first
 
+    @property
+    def optimizer_at_start(self) -> tuple[Opening, Tree]:
+        """The function that makes the optimizer's state at step 0, of one worker, and the shapes of what it is called with."""
+        return self.optimizer.init, self._variables.params
+
     @functools.cached_property
     def shardings(self) -> State:
         """The sharding of every leaf of the state."""
@@ -403,6 +408,10 @@ class PlacedModel:
             with nnx.use_eager_sharding(False):
                 rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()
         return donate_to_state(Variables(params, stats, rngs, frozen), self.opening, seed, at, self.exchange.init)
+
+    def restart(self, state: State) -> State:
+        """A state at step 0 with the arrays of the model of `state`, which is consumed."""
+        return donate_to_state(state.variables, self.opening, self.config.seed, self.shardings, self.exchange.init)
 
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
         """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""

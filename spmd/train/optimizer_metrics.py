@@ -10,7 +10,7 @@ from spmd.train.skipped_updates import GRAD_NORM, measure_skips
 from spmd.tree import Tree, nodes
 
 LEARNING_RATE = "learning_rate"
-_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 
 class GradientNorm(NamedTuple):
@@ -56,7 +56,7 @@ def measured(opt: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     for node in nodes(opt):
         if isinstance(node, GradientNorm):
             found.setdefault(GRAD_NORM, node.norm)
-        elif isinstance(node, _INJECTED) and LEARNING_RATE in node.hyperparams:
+        elif isinstance(node, INJECTED) and LEARNING_RATE in node.hyperparams:
             found.setdefault(LEARNING_RATE, node.hyperparams[LEARNING_RATE])
     of_state = {name: (jnp.mean(value, dtype=jnp.float32), jnp.float32(1)) for name, value in sorted(found.items())}
     return of_state | measure_skips(opt)

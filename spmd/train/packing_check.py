@@ -12,6 +12,7 @@ import optax
 
 from spmd.errors import OptimizerError, first_line
 from spmd.sync.param_server.packing import Storage
+from spmd.train.adapt_optimizer import interface_fix
 from spmd.tree import Tree
 
 LONGEST = 160  # of a dim in the trial: longer than 128, from which optax factors second moments
@@ -25,11 +26,11 @@ def check_update(optimizer: optax.GradientTransformation, params: Tree) -> None:
     inner = optax.with_extra_args_support(optimizer)
     try:
         jax.eval_shape(lambda p: inner.update(p, inner.init(p), p, value=jnp.float32(0)), params)
+    except OptimizerError:
+        raise
     except Exception as error:
-        raise OptimizerError(
-            f"the optimizer's update fails on gradients, parameters and value=loss: {first_line(error)}\n"
-            "    fix: one that needs no more than these; a line search that calls the loss itself is not supported."
-        ) from error
+        why = f"the optimizer's update fails on gradients, parameters and value=loss: {first_line(error)}"
+        raise OptimizerError(why, fix=interface_fix(inner, params)) from error
 
 
 def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> None:

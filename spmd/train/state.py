@@ -17,6 +17,7 @@ from spmd.errors import OptimizerError, OptionError, short_repr, type_name
 from spmd.layout.resolve import Resolved
 from spmd.models.base import Model, Variables
 from spmd.specs import Spec, pspec
+from spmd.train.adapt_optimizer import adapt_optimizer
 from spmd.train.host_memory import HOST
 from spmd.train.matrix_owners import border_spec, param_within
 from spmd.tree import Tree, describe, flatten, path_of
@@ -81,15 +82,20 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
             f"optimizer={shown} is {type_name(optimizer)}, not an optax gradient transformation.\n"
             "    fix: such as optax.adamw(1e-3); a function that makes one must be called."
         )
-    return optax.with_extra_args_support(optimizer)
+    return adapt_optimizer(optimizer)
 
 
 def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory) -> State:
     """A state at step 0, under a trace; `opening` makes the optimizer's, and `memory` what the exchange of gradients remembers."""
     key = jax.random.key(seed, impl="threefry2x32")
-    opt, data = opening(variables.params), jax.random.key_data(key)
+    opt, data = opening(variables.params), seed_data(seed)
     exchange = memory(key, variables.params)
     return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, exchange, variables.frozen)
+
+
+def seed_data(seed: Any) -> jax.Array:
+    """A run's `State.key`, uint32[2], from its seed."""
+    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
 
 
 def opening_per_worker(opening: Opening, workers: int) -> Opening:

@@ -12,6 +12,7 @@ import optax
 from spmd.errors import OptimizerError, OptionError, check_integer, join_names, short_repr
 from spmd.layout.resolve import Resolved
 from spmd.sync.gradient_sync import GradientSync
+from spmd.train.adapt_optimizer import SlowWeights
 from spmd.train.loss_scale import LossScale
 from spmd.train.spike_skip import SpikeSkip
 from spmd.train.state import check_optimizer
@@ -122,7 +123,8 @@ def _widened(leaf: Any) -> jax.Array:
 
 
 def average_of(opt: Any, params: Tree) -> Tree:
-    """The average that an optimizer keeps: that of `average_weights`; or of `optax.contrib.schedule_free`, from its state and the weights.
+    """The average that an optimizer keeps: that of `average_weights`; of `optax.contrib.schedule_free`, from its state and the weights; or
+    the slow weights of `optax.lookahead`.
 
     Args:
       opt, params: of a state.
@@ -133,6 +135,8 @@ def average_of(opt: Any, params: Tree) -> Tree:
     averages, free = _found(opt, WeightAverage), _found(opt, optax.contrib.ScheduleFreeState)
     if averages:
         return averages[0][0].average
+    if slow := _found(opt, SlowWeights):
+        return slow[0][0].slow
     if not free:
         fix = "optimizer=spmd.optimizers.average_weights(optimizer), whose updates are the same."
         raise OptimizerError(f"the optimizer keeps no average of the weights.\n    fix: {fix}")
@@ -172,6 +176,9 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
         elif any(isinstance(node, optax.MultiStepsState) for node in nodes(state.inner)):
             problem = "optax.MultiSteps inside it makes no update in most steps, and each would count."
             fix = "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k)."
+        elif any(isinstance(node, optax.contrib.SAMState) for node in nodes(state.inner)):
+            problem = "optax.contrib.sam inside it moves the weights to perturbed ones and back, and each would count."
+            fix = "one of the two without the other."
         elif any(isinstance(node, SKIPPING) for node in nodes(state.inner)):
             problem = "what skips updates is inside it, and each that is skipped would count."
             scales, spikes = (any(isinstance(node, kind) for node in nodes(state.inner)) for kind in (LossScale, SpikeSkip))

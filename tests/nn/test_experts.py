@@ -198,6 +198,20 @@ def test_trains_as_on_one_device(reduction):
         assert {op.shape for op in sent} == {(4, 2, capacity, WIDTH)}
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_balance_of_microbatches_is_reported(count, caplog):
+    """Under `accumulate` the loss is the mean over microbatches, every `count`-th row each; the numbers are those of the equations."""
+    data = {"x": tokens(32, LENGTH, WIDTH)}
+    options = {"batch_size": 32, "steps": 1, "shuffle": False, "mesh": "data=8", "optimizer": optax.sgd(0.1), "progress": False}
+    result = spmd.fit(moe_of(), data, loss=lambda model, batch: model(batch["x"])[1].loss, accumulate=count, **options)
+    parts = [data["x"][first::count].reshape(-1, WIDTH).astype(np.float64) for first in range(count)]
+    assert_close(result.history["loss"], [np.mean([by_hand(moe_of(), part)[1] for part in parts])])
+    of_batch = by_hand(moe_of(), data["x"].reshape(-1, WIDTH).astype(np.float64))[1]
+    assert (abs(result.history["loss"][0] - of_batch) > 1e-3) == (count > 1)
+    line = "note: MixtureOfExperts under accumulate=4: capacity and Routing.loss are computed for each of 4 microbatches of 8 rows, and not"
+    assert (line in caplog.text) == (count > 1)
+
+
 def test_layout_with_experts_that_the_loss_never_calls():
     class Dense(nnx.Module):
         def __init__(self):

@@ -116,7 +116,9 @@ def test_resume_refuses_other_data_options(tmp_path):
         "      saved True, now False\n"
         "\n"
         "  seed\n"
-        "      saved 0, now 1"
+        "      saved 0, now 1\n"
+        '      fix: data, batches and order as the run began; or resume="changed_data", which keeps weights, optimizer and step, and says '
+        "what of the order is lost."
     )
 
 
@@ -241,6 +243,8 @@ def test_restore_lists_every_array_that_does_not_fit(tmp_path):
         )
     text = str(raised.value)
     head, _, body = text.partition("\n\n")
+    body, _, fix = body.partition("\n    fix: ")
+    assert fix.startswith('2 arrays of the model fit. Trainer.restore(folder, only="up/*") puts them into a new state')
     assert head == (f"the checkpoint of step 1 in {tmp_path} does not fit this model and optimizer\n22 problems (4 arrays fit):")
     table = dict(zip(*[iter(line.strip() for line in body.split("\n") if line.strip())] * 2, strict=True))
     assert table["params/out/kernel"] == "saved float32[16, 3], wanted float32[16, 5]"

@@ -216,6 +216,46 @@ def test_resume_under_another_optimizer_offers_the_params(tmp_path):
         fit(model, checkpoint=tmp_path, resume=True, optimizer=optax.sgd(0.1))
 
 
-def test_restore_of_what_is_not_known(tmp_path):
-    with pytest.raises(OptionError, match=r'only=.param.\.\n    fix: did you mean "params"\?'):
-        trainer(MODELS["nnx"](), optax.sgd(0.1)).restore(tmp_path, only="param")
+class OtherHead(Nnx):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.out = nnx.Linear(8, 5, rngs=rngs)
+
+
+def other_head(**options):
+    return spmd.Trainer(lambda: OtherHead(nnx.Rngs(3)), loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), **options)
+
+
+def test_restore_of_a_part_keeps_the_new_head(tmp_path, caplog):
+    """The error about another head offers a pattern; with it all but the head are those of the checkpoint."""
+    saved = fit(MODELS["nnx"](), checkpoint=tmp_path).state
+    other = other_head(layout="fsdp")
+    with pytest.raises(CheckpointError, match=r"6 arrays of the model fit\. Trainer\.restore\(folder, only=") as raised:
+        other.restore(tmp_path)
+    pattern = raised.value.fix.partition('only="')[2].partition('"')[0]
+    state, fresh = other.restore(tmp_path, only=pattern), other.init()
+    for name in ("up", "norm"):
+        assert same(state.params[name], saved.params[name]) and not same(state.params[name], fresh.params[name])
+    assert same(state.stats, saved.stats) and same(state.params["out"], fresh.params["out"]) and int(state.step) == 0
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state)
+    line = f"restored from step 2: 6 arrays of the model that match {pattern}; out/bias, out/kernel begin as in a new state."
+    assert line in caplog.text
+    data = {"x": X, "y": np.zeros((32, 5), np.float32)}
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 16, "steps": 1}
+    assert int(spmd.fit(other.rebuild(state), data, **options).state.step) == 1
+
+
+def test_restore_of_a_part_that_does_not_fit(tmp_path):
+    fit(MODELS["nnx"](), checkpoint=tmp_path)
+    other = other_head()
+    with pytest.raises(CheckpointError, match=r"does not fit this model\n2 problems.*\n\n  params/out/bias\n") as raised:
+        other.restore(tmp_path, only="{out,up}/*")
+    assert {problem.where for problem in raised.value.problems} == {"params/out/bias", "params/out/kernel"}
+    with pytest.raises(OptionError, match=r"only='upp/\*' matches no parameter .*\n    fix: \"up/\*\", which matches 2\."):
+        other.restore(tmp_path, only="upp/*")
+    with pytest.raises(OptionError, match=r"only='param' matches no parameter .*\n    fix: did you mean \"params\"\?"):
+        other.restore(tmp_path, only="param")
+    with pytest.raises(OptionError, match=r"only=3\."):
+        other.restore(tmp_path, only=3)
+    with pytest.raises(CheckpointError, match=r"parameters of the model are packed, or in the order of stages\.\n    fix: only=\"params\""):
+        other_head(layout="parameter_server").restore(tmp_path, only="up/*")
