@@ -409,8 +409,8 @@ def total_correlation(model, batch, rng):
     z = mean + jnp.exp(log_variance / 2) * jax.random.normal(rng, mean.shape)
     log_q = -0.5 * ((z[:, None] - mean[None]) ** 2 * jnp.exp(-log_variance[None]) + log_variance[None] + jnp.log(2 * jnp.pi))
     joint = jax.nn.logsumexp(log_q.sum(-1), axis=1)
-    apart = jax.nn.logsumexp(log_q, axis=1).sum(-1)
-    return ((z[:, :1] - batch["x"]) ** 2).sum(-1).mean() + (joint - apart).mean()
+    factors = jax.nn.logsumexp(log_q, axis=1).sum(-1)
+    return ((z[:, :1] - batch["x"]) ** 2).sum(-1).mean() + (joint - factors).mean()
 
 
 def codebook(model, batch):

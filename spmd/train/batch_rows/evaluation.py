@@ -97,7 +97,7 @@ class BatchSums(Walk):
         return self.of_sums(one, other, values)
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of a mixture of experts, in which each group of tokens is routed by itself."""
+        """Return the outputs of a mixture of experts, which routes each group of tokens separately."""
         return self.with_arrays(one, values, [held._replace(trained=False) for held in super().routed(one, other, values)])
 
     def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Any]) -> list[Held]:
