@@ -258,6 +258,39 @@ STACKS = {
 }
 
 
+class Normed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.hidden, self.norm = nnx.Linear(FEATURES, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.norm(self.hidden(x))))
+
+
+def train_plainly(make, loss, steps=3):
+    """Losses of a loop in plain JAX and flax on one device."""
+    graph, params, rest = nnx.split(make(), nnx.Param, ...)
+    losses = []
+    for seed in range(steps):
+        value, grads = jax.value_and_grad(lambda params, batch: loss(nnx.merge(graph, params, rest), batch))(params, data(seed))
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        losses.append(value)
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
+def test_batch_statistics_beside_a_loss_that_joins_rows_are_those_of_the_full_batch(layout):
+    losses, _, _ = trained(trainer_of(class_mean, lambda: Normed(), layout))
+    np.testing.assert_allclose(losses, train_plainly(Normed, class_mean), rtol=2e-5)
+
+
+def test_batch_statistics_of_microbatches_beside_such_a_loss_are_refused_with_a_fix():
+    with pytest.raises(LossError, match="such as BatchNorm averages over the rows of each part") as raised:
+        trained(trainer_of(class_mean, lambda: Normed(), accumulate=2))
+    assert "accumulate=1" in raised.value.fix and "(sum, count)" in raised.value.fix
+
+
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("case", STACKS)
 def test_layers_that_a_layout_computes_in_its_own_way_train_as_plain_jax_does(case):
@@ -265,13 +298,7 @@ def test_layers_that_a_layout_computes_in_its_own_way_train_as_plain_jax_does(ca
     body, layout, mesh = STACKS[case]
     trainer = trainer_of(class_mean, lambda: Layered(body), layout, mesh)
     losses, _, _ = trained(trainer)
-    graph, params, rest = nnx.split(Layered(body), nnx.Param, ...)
-    right = []
-    for seed in range(3):
-        value, grads = jax.value_and_grad(lambda params, batch: class_mean(nnx.merge(graph, params, rest), batch))(params, data(seed))
-        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
-        right.append(value)
-    np.testing.assert_allclose(losses, right, rtol=2e-5)
+    np.testing.assert_allclose(losses, train_plainly(lambda: Layered(body), class_mean), rtol=2e-5)
     shares = trainer.prepare(data())[0].reading.shares
     assert shares and {share.how for share in shares} == {"sum"}
 

@@ -72,6 +72,7 @@ class Reading:
       shares: what they share if they do not.
       row_wise: whether layers that a layout may compute in ways of its own are row by row.
       joining: layers that join rows.
+      averages: whether a module such as BatchNorm averages over workers.
       problem: why it cannot be read; "" where it can.
       statistics: whether the mean of the workers' statistics is right.
       weights: whether what is shared depends on the weights, or only on random numbers and statistics that each part has anew.
@@ -84,6 +85,7 @@ class Reading:
     weights: bool = True
     row_wise: bool = True
     joining: Shared | None = None
+    averages: bool = False
 
     @property
     def trained(self) -> list[Shared]:
@@ -143,6 +145,9 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
         raise LossError(why, fix=fix)
     if alone and reading.trained:
         why = f"the loss joins rows with {describe(reading.trained[0])}, and under {source} workers have weights of their own."
+        raise LossError(why, fix=fix)
+    if parts.of_position and reading.averages:
+        why = f"the loss joins rows, a module such as BatchNorm averages over the rows of each part, and {seen}, one after the other."
         raise LossError(why, fix=fix)
     if by_layer and not reading.row_wise:
         why = f"layers join rows, or use their number, and {seen}, layer by layer."
@@ -221,10 +226,11 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
     of_layers = [share for share in shares if share.how in ("layers", "statistics")]
     return Reading(
         mean,
-        tuple(share for share in shares if share.how not in ("layers", "statistics")),
+        tuple(share for share in shares if share.how not in ("layers", "statistics", "averages")),
         statistics=statistics,
         weights=weights,
         row_wise=not of_layers,
+        averages=any(share.how == "averages" for share in shares),
         joining=next((share for share in of_layers if share.how == "layers"), None),
     )
 
@@ -342,12 +348,12 @@ def _computed(
             if record is not None:
                 record.clear()
             continue
-        _check_shares(compute.shares, reading.shares)
+        _check_shares(compute.shares, reading)
         return compute, jax.tree.unflatten(jax.tree.structure(shapes), found), shapes
     raise LossError(f"the loss cannot be computed on {here} of {rows} rows: {problem}.", fix=COMPILER)
 
 
-def _check_shares(shares: Sequence[Shared], expected: Sequence[Shared]) -> None:
+def _check_shares(shares: Sequence[Shared], reading: Reading) -> None:
     """Check that a layout's own functions, such as those of a pipeline, do not make workers share more than the loss does.
 
     Raises:
@@ -357,8 +363,8 @@ def _check_shares(shares: Sequence[Shared], expected: Sequence[Shared]) -> None:
     def of_rows(shares: Sequence[Shared]) -> list[Shared]:
         return [share for share in shares if share.how == "rows"]
 
-    more = [share for share in shares if share.trained] if not any(share.trained for share in expected) else []
-    if sum(share.bytes for share in of_rows(shares)) > sum(share.bytes for share in of_rows(expected)):
+    more = [share for share in shares if share.trained] if not reading.trained and not reading.averages else []
+    if sum(share.bytes for share in of_rows(shares)) > sum(share.bytes for share in of_rows(reading.shares)):
         more += of_rows(shares)
     if more:
         largest = max(more, key=lambda share: share.bytes)

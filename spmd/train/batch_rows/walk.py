@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from spmd.jaxpr import equations, scanned
+from spmd.jaxpr import scanned
 from spmd.nn import scoring
 from spmd.nn.moe import ROUTES
 from spmd.nn.parallel_context import LAYERS
@@ -65,7 +65,8 @@ class Shared(NamedTuple):
     """Something that workers share.
 
     Attributes:
-      how: "sum", "max", "min" or "rows". "layers": nothing, but layers join rows; "statistics": they keep, or use, sums over rows.
+      how: "sum", "max", "min" or "rows". "layers": nothing, but layers join rows; "statistics": they keep, or use, sums over rows; "averages": nothing,
+        but a module such as BatchNorm averages over workers.
       trained: whether it depends on what is trained.
       bytes: the size of the array that every worker then has.
       equation: the one that needs it.
@@ -300,9 +301,10 @@ class Walk(Sizes):
         """Record layers that a layout cannot compute row by row, on a worker's rows: not where they join rows, or use their number."""
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         found = reader.call(one, other, [Held(with_power(value.kind, 0), value.trained) for value in values])
-        joins = bool(reader.shares) or any(isinstance(held.kind, PerRow | Fixed) and held.kind.power != 0 for held in found)
-        averages = any(equation.primitive.name == "psum" for equation in equations(_inner(one).jaxpr))  # over workers
-        if joins or averages or any(isinstance(held.kind, Summed) for held in found):
+        joins = any(share.how != "averages" for share in reader.shares) or any(
+            isinstance(held.kind, PerRow | Fixed) and held.kind.power != 0 for held in found
+        )
+        if joins or reader.shares or any(isinstance(held.kind, Summed) for held in found):
             self.shares.append(Shared("layers" if joins else "statistics", False, 0, one))
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
@@ -384,6 +386,8 @@ class Walk(Sizes):
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
         """Return the outputs of an equation, whose inputs are now of the kinds that it needs."""
         trained = any(value.trained for value in values)
+        if one.primitive.name == "psum" and isinstance(values[0].kind, Summed | PerRow):
+            self.shares.append(Shared("averages", trained, 0, one))
         if one.primitive.name in OVER_ROWS and isinstance(values[0].kind, PerRow) and isinstance(kinds[0], Fixed):
             aval = one.outvars[0].aval
             self.shares.append(Shared(OVER_ROWS[one.primitive.name], trained, aval.size * aval.dtype.itemsize, one))
