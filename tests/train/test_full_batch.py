@@ -273,7 +273,7 @@ def train_plainly(make, loss, steps=3):
     graph, params, rest = nnx.split(make(), nnx.Param, ...)
     losses = []
     for seed in range(steps):
-        value, grads = jax.value_and_grad(lambda params, batch: loss(nnx.merge(graph, params, rest), batch))(params, data(seed))
+        value, grads = jax.value_and_grad(lambda params, batch: loss(nnx.merge(graph, params, rest, copy=True), batch))(params, data(seed))
         params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
         losses.append(value)
     return losses

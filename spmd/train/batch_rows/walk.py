@@ -65,8 +65,8 @@ class Shared(NamedTuple):
     """Something that workers share.
 
     Attributes:
-      how: "sum", "max", "min" or "rows". "layers": nothing, but layers join rows; "statistics": they keep, or use, sums over rows; "averages": nothing,
-        but a module such as BatchNorm averages over workers.
+      how: "sum", "max", "min" or "rows". "layers": nothing, but layers join rows; "statistics": they keep, or use, sums over rows;
+        "averages": nothing, but a module such as BatchNorm averages over workers.
       trained: whether it depends on what is trained.
       bytes: the size of the array that every worker then has.
       equation: the one that needs it.
@@ -301,10 +301,9 @@ class Walk(Sizes):
         """Record layers that a layout cannot compute row by row, on a worker's rows: not where they join rows, or use their number."""
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         found = reader.call(one, other, [Held(with_power(value.kind, 0), value.trained) for value in values])
-        joins = any(share.how != "averages" for share in reader.shares) or any(
-            isinstance(held.kind, PerRow | Fixed) and held.kind.power != 0 for held in found
-        )
-        if joins or reader.shares or any(isinstance(held.kind, Summed) for held in found):
+        rows = [held.kind for held in found if not isinstance(held.kind, Summed)]
+        joins = any(share.how != "averages" for share in reader.shares) or any(kind.power != 0 for kind in rows)
+        if joins or reader.shares or len(rows) < len(found):
             self.shares.append(Shared("layers" if joins else "statistics", False, 0, one))
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
