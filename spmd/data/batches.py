@@ -123,6 +123,8 @@ def check_leaves(tree: Tree, name: str) -> int:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."], path=path) for path, size in sizes.items()]
         least, most = min(sizes.values()), max(sizes.values())
         fix = f"the same number of rows in every leaf; the smallest has {least}, the largest {most}."
+        if {"n_node", "senders"} <= set(getattr(tree, "_fields", ())):  # jraph.GraphsTuple
+            fix = "one row for each padded batch of graphs: jax.tree.map(lambda *x: numpy.stack(x), *batches), and jax.vmap in the loss."
         problems[-1] = dataclasses.replace(problems[-1], fix=fix)
         raise_problems(DataError, f"{name} is ragged: its leaves have different numbers of rows", problems)
     return next(iter(sizes.values()))
