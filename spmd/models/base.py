@@ -239,13 +239,26 @@ def with_train_flag(function: Callable[..., Any], kwargs: dict[str, Any], *, tra
     return {**{name: SWITCHES[name] == training for name in SWITCHES if name in names}, **kwargs}
 
 
-def averaging_axes(own: Any, sync_axes: tuple[str, ...]) -> tuple[str, ...] | None:
+@dataclasses.dataclass(eq=False)
+class UnboundAxes:
+    """Names of axes over which BatchNorms are to average, and which the model does not bind; the data axes take their place."""
+
+    names: dict[str, None] = dataclasses.field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """Say so."""
+        return [f'note: BatchNorm(axis_name="{name}"): the model binds no such axis; it averages over the workers.' for name in self.names]
+
+
+def averaging_axes(own: Any, sync_axes: tuple[str, ...], unbound: UnboundAxes) -> tuple[str, ...] | None:
     """The axes over which a BatchNorm averages its statistics: those of the workers, and of its own axis_name what the model binds.
 
     Called where the layer is called: `linen.vmap` or `nnx.vmap` bind names of axes around it.
     """
     names = own if isinstance(own, tuple | list) else () if own is None else (own,)
-    return (*(name for name in names if collectives.is_bound(name) and name not in sync_axes), *sync_axes) or None
+    bound = [name for name in names if collectives.is_bound(name)]
+    unbound.names.update(dict.fromkeys(str(name) for name in names if name not in bound))
+    return (*(name for name in bound if name not in sync_axes), *sync_axes) or None
 
 
 def shape_text(arrays: Mapping[str, Any], path: str) -> str:

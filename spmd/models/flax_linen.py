@@ -17,6 +17,7 @@ from spmd.models.base import (
     RECOMPUTED,
     Call,
     Model,
+    UnboundAxes,
     Variables,
     averaging_axes,
     no_such_module,
@@ -47,6 +48,7 @@ class Seen:
       rematerialised: paths of modules that were recomputed.
       norms: paths of the `BatchNorm`s that were called in training.
       dropouts: paths of the modules with dropout that were called in training, with their rates.
+      unbound: axes of `BatchNorm`s that the model does not bind.
       checked: calls whose arguments were looked at: the function, and which arguments it is given.
     """
 
@@ -56,6 +58,7 @@ class Seen:
     norms: dict[str, None] = dataclasses.field(default_factory=dict)
     dropouts: dict[str, float] = dataclasses.field(default_factory=dict)
     checked: set[tuple] = dataclasses.field(default_factory=set)
+    unbound: UnboundAxes = dataclasses.field(default_factory=UnboundAxes)
 
     def kept(self, collections: Mapping[str, Any]) -> dict[str, Any]:
         """Collections without what calls sow and return: each call sows it anew."""
@@ -93,7 +96,7 @@ class Seen:
         ):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines += [f"note: {what}: {names[0] or 'the module'}{more}."] if names else []
-        return lines
+        return lines + self.unbound.notes()
 
 
 class LinenModel(Model):
@@ -418,7 +421,7 @@ def _interceptor(call: Call, seen: Seen) -> Callable[..., Any]:
         if call.training:
             seen.note_call(module, path, kwargs)
         if isinstance(module, linen.BatchNorm):
-            object.__setattr__(module, "axis_name", averaging_axes(module.axis_name, call.sync_axes))
+            object.__setattr__(module, "axis_name", averaging_axes(module.axis_name, call.sync_axes, seen.unbound))
         if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
             object.__setattr__(module, "dtype", call.dtype)
         if isinstance(module, linen.Dense | linen.DenseGeneral):

@@ -16,6 +16,7 @@ from spmd.models.base import (
     STACKED,
     Call,
     Model,
+    UnboundAxes,
     Variables,
     averaging_axes,
     no_such_module,
@@ -58,6 +59,7 @@ class NnxModel(Model):
         self._called: set[str] = set()  # remat patterns of which a module was called
         self._uncalled: set[str] = set()  # paths of layers with adapters that were not called yet
         self._said: tuple[str, ...] = ()  # notes that the module has
+        self._unbound = UnboundAxes()
         self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
         self._given = concrete if passed is None else passed  # what the user has, which may be without adapters
         self._concrete = None if concrete is None else self._split(concrete)
@@ -157,11 +159,12 @@ class NnxModel(Model):
         return self._layers
 
     def notes(self) -> list[str]:
-        if len(self._frozen) == 0:
-            return list(self._said)
-        undo = " If .eval() set that, call model.train() first." if self._given is not None else ""
-        more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
-        return [*self._said, f"note: batch statistics are frozen, by use_running_average=True: {self._frozen[0]}{more}.{undo}"]
+        lines = [*self._said, *self._unbound.notes()]
+        if self._frozen:
+            undo = " If .eval() set that, call model.train() first." if self._given is not None else ""
+            more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
+            lines.append(f"note: batch statistics are frozen, by use_running_average=True: {next(iter(self._frozen))}{more}.{undo}")
+        return lines
 
     def _split(self, module: nnx.Module) -> Variables:
         self._said, self._frozen = getattr(module, NOTES, ()), _frozen(module, given=self._given is not None)
@@ -191,7 +194,7 @@ class NnxModel(Model):
             modules[path].use_running_average = True  # type: ignore[attr-defined]
         for path, sub in modules.items():
             if isinstance(sub, nnx.BatchNorm):
-                sub.__class__ = _averaging(type(sub), call.sync_axes)
+                sub.__class__ = _averaging(type(sub), call.sync_axes, self._unbound)
             if call.dtype is not None and _follows_inputs(sub):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
             if isinstance(sub, nnx.Linear | nnx.LinearGeneral):
@@ -315,12 +318,12 @@ def _dequantizing(kind: type) -> type:
 
 
 @functools.lru_cache(maxsize=256)
-def _averaging(kind: type, sync_axes: tuple[str, ...]) -> type:
+def _averaging(kind: type, sync_axes: tuple[str, ...], unbound: UnboundAxes) -> type:
     """A subclass of a kind of `nnx.BatchNorm` whose statistics are averaged over the workers, too."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = vars(self)["axis_name"]
-        vars(self)["axis_name"] = averaging_axes(own, sync_axes)  # lax.pmean takes several axes
+        vars(self)["axis_name"] = averaging_axes(own, sync_axes, unbound)  # lax.pmean takes several axes
         try:
             return kind.__call__(self, *args, **kwargs)
         finally:

@@ -74,7 +74,7 @@ PROGRAMS = {  # what users call them, and what JAX does
 class Program:
     """The compiled functions of a `PlacedModel` for batches of one shape."""
 
-    def __init__(self, placed: PlacedModel, sample: Tree):
+    def __init__(self, placed: PlacedModel, sample: Tree, *, trains: bool = True):
         placed.learn(sample)
         self.placed, self.sample = placed, sample
         self.rows = jax.tree.leaves(sample)[0].shape[0]
@@ -112,7 +112,7 @@ class Program:
         self.notes += owner_notes(placed.given_optimizer, optimized, placed.abstract_state.opt, placed.optimized, placed.mesh)
         self.notes += microbatch_notes(placed.parallel, self.rows, placed.config.accumulate)
         self._loss_names = (LOSS, *extra)
-        self.reading, self._checked = self._read_loss(), False
+        self.reading, self._checked = self._read_loss() if trains else Reading(mean=True), False
         self.notes += [] if self.reading.mean else [self.reading.note()]
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += measured_names(placed.abstract_state.opt)

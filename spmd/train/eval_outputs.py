@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import join_names
 from spmd.jaxpr import equations
 from spmd.models.base import Variables
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig
@@ -25,9 +24,14 @@ from spmd.train.objective import LOSS, Objective
 from spmd.train.sum_metrics import FromSums
 from spmd.tree import Tree
 
+DEPENDS = (
+    'the evaluation computes "%s" once, on all %d rows: %.6g. With each row twice it would be %.6g, so it depends on the number of rows, and '
+    "is another number than on the batch of a step.\n"
+    "    fix: means in place of sums; or spmd.losses.of_parts around the loss or metric, for the mean over batches."
+)
 TEXT = (
-    "of this evaluation %s %s the mean over batches of %d rows: not known to be a mean over rows or a function of sums over rows, so of "
-    "all rows at once it may be another number.\n"
+    "the evaluation takes the mean over batches of %d rows of %s. That may differ from the value on all rows: spmd does not know %s as a "
+    "mean over rows, or a function of means over rows.\n"
     "    fix: return (sum, count), both summed over the rows given, or one value per row that depends on no other row. Where the mean over "
     "batches is what you want: spmd.losses.of_parts around the loss or metric."
 )
@@ -78,8 +82,8 @@ class EvalOutputs:
         found = [name for name in self.means_of_batches if name not in self.warned]
         self.warned.update(found)
         if found:
-            names = join_names(f'"{name}"' for name in found)
-            logging.getLogger("spmd").warning(TEXT, names, "is" if len(found) == 1 else "are", self.rows)
+            names = ", ".join(f'"{name}"' for name in found)
+            logging.getLogger("spmd").warning(TEXT, self.rows, names, "it" if len(found) == 1 else "them")
 
     # of a batch ---------------------------------------------------------------------------------------------------------------------------
 
@@ -121,8 +125,7 @@ class EvalOutputs:
             if isinstance(metric, FromSums):
                 found[name] = metric.value(name, sums)
             elif self._sums_of(name) and counts[0]:
-                with jax.transfer_guard("allow"):
-                    found[name] = float(self._functions_of_sums[name](sums.astype(np.float32), np.float32(counts[0])))
+                found[name] = self._function_of_sums(name, sums, counts[0])
             else:
                 found[name] = float(means(sums, counts)[0])
         return found
@@ -171,6 +174,19 @@ class EvalOutputs:
     @functools.cached_property
     def _functions_of_sums(self) -> dict[str, Callable[..., jax.Array]]:
         return {name: jax.jit(traces.of_all) for name, traces in self._traces.items() if self._sums_of(name)}
+
+    def _function_of_sums(self, name: str, sums: np.ndarray, rows: float) -> float:
+        """Return the value on all rows; a warning says where it would be another one on twice these rows."""
+
+        def value(times: int) -> float:
+            with jax.transfer_guard("allow"):
+                return float(self._functions_of_sums[name]((times * sums).astype(np.float32), np.float32(times * rows)))
+
+        found = value(1)
+        if not self._ways[name].scales and name not in self.warned and not np.isclose(value(2), found, rtol=1e-3, equal_nan=True):
+            self.warned.add(name)
+            logging.getLogger("spmd").warning(DEPENDS, name, rows, found, value(2))
+        return found
 
     def _sums_of(self, name: str) -> int:
         """Return the number of sums over rows of which a scalar is a function; 0: the mean of its values on batches is taken."""

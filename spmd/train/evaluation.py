@@ -40,7 +40,11 @@ def evaluation_program(placed: PlacedModel, sample: Tree, trained: Program | Non
       DataError: the loss or a metric fails on such batches, and they differ from those that are trained on.
     """
     with naming_differences(sample, placed.sample):
-        program = trained if trained is not None and batch_signature(trained.sample) == batch_signature(sample) else Program(placed, sample)
+        program = (
+            trained
+            if trained is not None and batch_signature(trained.sample) == batch_signature(sample)
+            else Program(placed, sample, trains=False)
+        )
         names = program.evaluation.names
     there, wanted = flatten(sample), {} if trained is None else flatten(trained.sample)
     lost = [name for name in trained.evaluation.names if name not in names] if trained is not None and list(there) != list(wanted) else []

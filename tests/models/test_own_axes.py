@@ -113,3 +113,33 @@ def test_axes_of_nnx_vmap_are_kept(devices):
         right.append(loss)
     losses, _ = trained(lambda: NnxRows(nnx.Rngs(0)), lambda model, batch: cross_entropy(model(batch["x"]), batch), devices)
     np.testing.assert_allclose(losses, right, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_an_axis_that_the_model_does_not_bind_is_noted(kind):
+    """As in code for `jax.pmap`; one that it binds is not."""
+
+    class Alone(linen.Module):
+        @linen.compact
+        def __call__(self, x, train):
+            return linen.Dense(2)(linen.BatchNorm(use_running_average=not train, axis_name="devices")(x.mean(1)))
+
+    class AloneNnx(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.out = nnx.BatchNorm(WIDTH, axis_name="devices", rngs=rngs), nnx.Linear(WIDTH, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.norm(x.mean(1)))
+
+    def loss(model, batch):
+        logits = model(batch["x"], True) if kind == "linen" else model(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+    def notes(model):
+        trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1), mesh="data=8")
+        trainer.step(trainer.init(batches()[0]), batches()[0])
+        return [note for note in trainer.notes() if "axis_name" in note]
+
+    bound, unbound = (Rows(), Alone()) if kind == "linen" else (lambda: NnxRows(nnx.Rngs(0)), lambda: AloneNnx(nnx.Rngs(0)))
+    assert notes(bound) == []
+    assert notes(unbound) == ['note: BatchNorm(axis_name="devices"): the model binds no such axis; it averages over the workers.']

@@ -37,6 +37,10 @@ def token_mean(model, batch):
     return (CE(logits_of_tokens(model, batch), batch["tokens"]) * batch["mask"]).sum() / batch["mask"].sum()
 
 
+def masked_sum(model, batch):
+    return (model(batch["x"])[:, 0] * batch["mask"][:, 0]).sum()
+
+
 def f1(model, batch):
     guess, right = model(batch["x"]).argmax(-1) == 1, batch["y"] == 1
     return 2 * (guess & right).sum() / (guess.sum() + right.sum())
@@ -59,6 +63,7 @@ EXACT = {
     "at least one": lambda model, batch: (
         (CE(model(batch["x"]), batch["y"]) * (batch["y"] > 0)).sum() / jnp.maximum((batch["y"] > 0).sum(), 1)
     ),
+    "a count that is never 0": lambda model, batch: masked_sum(model, batch) / (batch["mask"][:, 0].sum() + 1e-8),
     "f1": f1,
     "a root mean square": lambda model, batch: jnp.sqrt((CE(model(batch["x"]), batch["y"]) ** 2).mean()),
     "perplexity": lambda model, batch: jnp.exp(token_mean(model, batch)),
@@ -100,7 +105,7 @@ def evaluated(loss, metrics, rows, batch_size, mesh="data=8", layout="data_paral
 
 
 def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if "of this evaluation" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "the evaluation" in record.getMessage()]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +131,42 @@ def test_what_joins_rows_is_named_once_and_the_rest_is_exact(caplog):
         assert found[name] == pytest.approx(float(jnp.mean(plain(MEANS[name]))), rel=1e-5)
     total, count = plain(MEANS["pair"])
     assert found["pair"] == pytest.approx(float(total / count), rel=1e-5)
+
+
+DEPENDENT = {
+    "a mean and a sum": lambda model, batch: token_mean(model, batch) + 1e-3 * (model(batch["x"]) ** 2).sum(),
+    "a root of a sum": lambda model, batch: jnp.sqrt((model(batch["x"]) ** 2).sum() / 16),
+}
+
+
+def test_functions_that_depend_on_the_number_of_rows_are_named(caplog):
+    found, plain = evaluated(token_mean, DEPENDENT, 48, 16)
+    lines = warnings(caplog)
+    assert {line.split('"')[1] for line in lines} == {*DEPENDENT} and all("fix:" in line for line in lines)
+    root = DEPENDENT["a root of a sum"]
+    assert found["a root of a sum"] == pytest.approx(float(plain(root)), rel=1e-5)
+    assert found["loss"] == pytest.approx(float(plain(token_mean)), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_many_batches_keep_their_bits(dtype):
+    """A count of 70,000 is too large for float16, and rounded in bfloat16."""
+
+    def positive(model, batch):
+        counts = jnp.ones_like(batch["x"], dtype=dtype)
+        return (counts * (batch["x"] > 0)).sum() / counts.sum()
+
+    rows = 70_016
+    data = {"x": np.random.default_rng(0).normal(size=rows).astype("float32"), "y": np.zeros(rows, np.int32)}
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros(CLASSES)}, lambda params, x: x[:, None] * params["w"])
+    trainer = spmd.Trainer(model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh="data=8", metrics={"positive": positive})
+    found = trainer.evaluate(trainer.init(), data, batch_size=128)["positive"]
+    assert found == pytest.approx(float((data["x"] > 0).mean()), abs=2e-3)
+
+
+def test_batches_of_one_row_are_evaluated(caplog):
+    found, plain = evaluated(token_mean, {"f1": f1}, 12, 1, "data=1")
+    assert found["loss"] == pytest.approx(float(plain(token_mean)), rel=1e-5) and found["f1"] == pytest.approx(float(plain(f1)), rel=1e-5)
 
 
 def test_one_batch_is_all_rows(caplog):

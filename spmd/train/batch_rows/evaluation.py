@@ -15,10 +15,12 @@ import jax.numpy as jnp
 
 from spmd.jaxpr import without_unused
 from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed
-from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Walk, evaluated, is_mean
+from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Unreadable, Walk, evaluated, is_mean
 from spmd.train.objective import LOSS
 
 OF_BATCH = object()  # in place of an array that is known for a batch and not for all rows
+HALF = (jnp.bfloat16, jnp.float16)
+DTYPES = ("new_dtype", "preferred_element_type")  # parameters of equations
 SHARD_MAP = "shard_map"  # of a layout's own functions; each worker has its rows in it
 
 
@@ -57,23 +59,28 @@ class BatchSums(Walk):
         known = [value if value.trained else self.added_up(value, var) for value, var in zip(values, one.invars, strict=True)]
         if any(value.array is OF_BATCH for value in known):
             return _of_batch(one)
-        return [Held(Fixed(), True, array) for array in evaluated(one, [value.array for value in known])]
+        kinds = self.without_rows(one, other, [value.kind for value in known])
+        params = {key: jnp.float32 if key in DTYPES and value in HALF else value for key, value in one.params.items()}
+        arrays = evaluated(one.replace(params=params), [value.array for value in known])
+        return [Held(kind, True, array) for kind, array in zip(kinds, arrays, strict=True)]
 
     def added_up(self, value: Held, var: Any) -> Held:
         """Return a sum over the rows of a batch, or what all rows share, as that of all rows."""
         kind, aval = value.kind, var.aval
+        dtype = jnp.dtype("float32") if aval.dtype in HALF else aval.dtype  # a sum over many batches is too large for few bits
         if hasattr(var, "val") and kind.power == 0:
-            return Held(kind, True, var.val)
-        if kind.power is None or isinstance(kind, PerRow) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            return Held(kind, True, jnp.asarray(var.val, dtype))
+        if kind.power is None or isinstance(kind, PerRow) or jnp.issubdtype(dtype, jax.dtypes.extended):
             return Held(kind, True, OF_BATCH)
         # a sum over n of N rows grows as n ** -power; of what is the same for all batches the mean over rows is taken
         power = kind.power if isinstance(kind, Summed) else kind.power - 1
+        shared = Fixed(power=power + 1)
         if self.totals is None:
             self.taken.append(jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power)
-            return Held(Fixed(), True, value.array)
+            return Held(shared, True, value.array.astype(dtype))
         total = (self.totals(aval.size) * self.total_rows**power).reshape(aval.shape)
-        exact = jnp.issubdtype(aval.dtype, jnp.inexact)
-        return Held(Fixed(), True, (total if exact else jnp.round(total)).astype(aval.dtype))
+        exact = jnp.issubdtype(dtype, jnp.inexact)
+        return Held(shared, True, (total if exact else jnp.round(total)).astype(dtype))
 
     def with_arrays(self, one: Any, values: list[Held], held: list[Held]) -> list[Held]:
         """Return the outputs of an equation, of known kinds, with the arrays of the batch."""
@@ -88,6 +95,9 @@ class BatchSums(Walk):
         kinds = [self.checked(kind, *pair) for kind, pair in zip(self.kinds(one, other, [v.kind for v in values]), shapes, strict=True)]
         if one.primitive.name == SHARD_MAP:
             kinds = [self.by_shape(*pair) for pair in shapes]
+        mixed = any(isinstance(kind, Summed) and kind.power is None for kind in kinds)  # such as a sum, and 1 more
+        if mixed and not any(isinstance(value.kind, PerRow) or value.kind.power is None for value in values):
+            return self.of_sums(one, other, values)
         if None not in kinds:
             return self.with_arrays(one, values, [Held(kind) for kind in kinds if kind is not None])
         if one.primitive.name in OWN_GRADIENT:  # nothing is differentiated here
@@ -125,10 +135,12 @@ class Way:
     Attributes:
       mean: the mean of its values, weighted by rows, is right.
       sums: the number of sums over rows of which it is a function; 0: it is none of sums.
+      scales: whether it is known that the function does not depend on how many rows there are.
     """
 
     mean: bool = False
     sums: int = 0
+    scales: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,12 +175,13 @@ class Traces:
 
         try:
             jax.eval_shape(run)
-        except Exception:  # whatever a loss raises on another number of rows, and two traces that do not correspond
+        except (Unreadable, TypeError, ValueError):  # two traces that do not correspond
             return Way()
         if any(held.array is OF_BATCH for held in found):
             return Way()
         if any(held.trained for held in found):
-            return Way(sums=sum(sizes) if len(found) == 1 and not self.shape else 0)
+            (power, *others) = [held.kind.power for held in found]
+            return Way() if others or self.shape or power not in (0, None) else Way(sums=sum(sizes), scales=power == 0)
         return Way(mean=is_mean([held.kind for held in found], self.shape))
 
     def of_batch(self) -> jax.Array:

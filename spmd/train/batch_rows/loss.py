@@ -1,6 +1,7 @@
 """The loss of the full batch in a step that sees rows in parts: whether workers get it alone, and how it is computed if they do not."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract, format_bytes
 
+STATISTICS = "the model keeps statistics that are not means over rows"
 WORKERS = "workers"  # stands for the axes over which layers average their statistics, while a loss is read
 
 
@@ -121,40 +123,57 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
       by_layer: whether the layout computes layers in a way of its own, each worker with its rows.
 
     Raises:
-      LossError: it cannot.
+      LossError: it cannot. The fix is the smallest change with which it can.
     """
-    if reading.mean:
+    why = _refusal(reading, parts, alone, by_layer)
+    if not why:
         return
-    changes = ['[gradients] reduction = "compiler"'] if parts.workers * parts.simulated > 1 else []
-    changes += ["accumulate=1"] if parts.microbatches > 1 else []
-    changes += ['[pipeline] schedule = "gpipe"'] if parts.ticks else []
+    changes = {
+        "accumulate=1": {"microbatches": 1},
+        '[pipeline] schedule = "gpipe"': {"ticks": False},
+        '[gradients] reduction = "compiler"': {"workers": 1, "simulated": 1},
+    }
+    sets = [chosen for count in range(1, len(changes) + 1) for chosen in itertools.combinations(changes, count)]
+
+    def mends(chosen: tuple[str, ...]) -> bool:
+        changed = dataclasses.replace(parts, **{key: value for name in chosen for key, value in changes[name].items()})
+        manual = changed.workers * changed.simulated > 1
+        return changed != parts and not (changed.several and _refusal(reading, changed, alone and manual, by_layer and manual))
+
+    fix = " and ".join(next(chosen for chosen in sets if mends(chosen)))
+    seen = f"a step under {source} sees the {rows} rows of a batch {parts}{', one after the other' if parts.of_position else ''}"
+    if why == STATISTICS:
+        raise ModelError(f"{why}, and {seen}.", fix=f"{fix}.")
     ways = "one value per row that depends on no other row. Where the loss of a part is what you want: loss=spmd.losses.of_parts(loss)."
-    fix = f"{' and '.join(changes)}; or a loss that returns (sum, count), both summed over the rows it is given, or {ways}"
-    seen = f"a step under {source} sees the {rows} rows of a batch {parts}"
+    because = f": {reading.problem}" if reading.problem else "."
+    raise LossError(
+        f"{why}, and {seen}{because}", fix=f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, or {ways}"
+    )
+
+
+def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str:
+    """Return why a step that sees rows in these parts cannot compute the loss of the batch; "" if it can."""
+    if reading.mean:
+        return ""
     if reading.problem:
-        raise LossError(f"the loss is not known to be a mean over rows, and {seen}: {reading.problem}", fix=fix)
+        return "the loss is not known to be a mean over rows"
     if parts.ticks:
-        raise LossError(f"the loss is not a mean over rows, and {seen}.", fix=fix)
+        return "the loss is not a mean over rows"
     if parts.of_position and reading.trained:
         what = "the weights" if reading.weights else "random numbers, or on statistics, that each part has anew"
-        why = f"the loss joins rows with {describe(reading.trained[0])}, which depends on {what}, and {seen}, one after the other."
-        raise LossError(why, fix=fix)
+        return f"the loss joins rows with {describe(reading.trained[0])}, which depends on {what}"
     nested = next((share for share in reading.shares if share.nested), None)
     if parts.of_position and nested is not None:
-        why = f"the loss joins rows with {describe(nested)}, in a loop or a branch, and {seen}, one after the other."
-        raise LossError(why, fix=fix)
+        return f"the loss joins rows with {describe(nested)}, in a loop or a branch"
     if alone and reading.trained:
-        why = f"the loss joins rows with {describe(reading.trained[0])}, and under {source} workers have weights of their own."
-        raise LossError(why, fix=fix)
+        return f"the loss joins rows with {describe(reading.trained[0])}, workers have weights of their own"
     if parts.of_position and reading.averages:
-        why = f"the loss joins rows, a module such as BatchNorm averages over the rows of each part, and {seen}, one after the other."
-        raise LossError(why, fix=fix)
+        return "the loss joins rows, a module such as BatchNorm averages over the rows of each part"
     if by_layer and not reading.row_wise:
-        why = f"layers join rows, or use their number, and {seen}, layer by layer."
-        raise LossError(why, fix=fix)
+        return "layers join rows, or use their number, and are computed one by one"
     if parts.of_position and not reading.statistics:
-        why = f"the model keeps statistics that are not means over rows, and {seen}, one after the other."
-        raise ModelError(why, fix=" and ".join(changes) + ".")
+        return STATISTICS
+    return ""
 
 
 def check_pipelined(reading: Reading, source: str) -> None:
