@@ -21,15 +21,17 @@ WORDS = {  # parts of a name, with the value that it has in training
 def set_fields(module: linen.Module, function: Callable[..., Any], *, training: bool) -> linen.Module:
     """A clone of a module, with its fields that are switches, and those of the modules in its fields, set for training or evaluation.
 
-    A field that is None is set only where `function`, which is called, has no argument of its name. A `BatchNorm` made with
-    `use_running_average=True` is frozen, and stays so.
+    A field that is None is set only where `function`, which is called, has no argument of its name. A module in a field keeps a switch
+    that was given another value than its default: it is frozen, as a `BatchNorm` made with `use_running_average=True` is.
     """
     arguments = inspect.signature(function).parameters
     unset = [name for name in SWITCHES if name not in arguments and getattr(module, name, 0) is None]
-    return _with_fields(module, training, {}, unset)
+    return _with_fields(module, training, {}, unset, top=True)
 
 
-def _with_fields(module: linen.Module, training: bool, clones: dict[int, linen.Module], unset: list[str]) -> linen.Module:
+def _with_fields(
+    module: linen.Module, training: bool, clones: dict[int, linen.Module], unset: list[str], *, top: bool = False
+) -> linen.Module:
     if id(module) in clones:  # one module in two fields has one set of parameters
         return clones[id(module)]
     changes = {}
@@ -38,7 +40,8 @@ def _with_fields(module: linen.Module, training: bool, clones: dict[int, linen.M
         if field.name in ("parent", "name"):
             continue
         if field.name in SWITCHES and (isinstance(value, bool) or field.name in unset):
-            frozen = isinstance(module, linen.BatchNorm) and value is True
+            chosen = not top and isinstance(field.default, bool) and value != field.default
+            frozen = chosen or (isinstance(module, linen.BatchNorm) and value is True)
             changed = value if frozen else SWITCHES[field.name] == training
         else:
             changed = _with_modules(value, training, clones)

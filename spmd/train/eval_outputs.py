@@ -25,8 +25,8 @@ from spmd.train.sum_metrics import FromSums
 from spmd.tree import Tree
 
 DEPENDS = (
-    'the evaluation computes "%s" once, on all %d rows: %.6g. With each row twice it would be %.6g, so it depends on the number of rows, and '
-    "is another number than on the batch of a step.\n"
+    'the evaluation computes "%s" once, on all %d rows: %.6g. With each row twice it would be %.6g, so it depends on the number of rows, '
+    "and is another number than on the batch of a step.\n"
     "    fix: means in place of sums; or spmd.losses.of_parts around the loss or metric, for the mean over batches."
 )
 TEXT = (

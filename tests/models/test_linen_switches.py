@@ -222,3 +222,30 @@ def test_switch_that_is_given_by_position_is_kept(devices):
     _, metrics = trainer.step(trainer.init(batches()[0]), batches()[0])
     right = squares(module.apply(variables, batches()[0]["x"], False), batches()[0]).mean()
     np.testing.assert_allclose(metrics["loss"], right, rtol=1e-5)
+
+
+def test_module_in_a_field_that_was_frozen_stays_so():
+    """As in plain flax, where the outer module's switch does not reach it."""
+
+    class Encoder(linen.Module):
+        deterministic: bool = False
+
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dropout(0.5, deterministic=self.deterministic)(linen.Dense(4)(x))
+
+    class Outer(linen.Module):
+        encoder: linen.Module
+
+        @linen.compact
+        def __call__(self, x, train):
+            return linen.Dense(2)(self.encoder(x))
+
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    module = Outer(Encoder(deterministic=True))
+    variables = module.init(jax.random.key(0), x, True)
+    trainer = spmd.Trainer(
+        module.bind(variables), loss=lambda model, batch: jnp.square(model(batch)).mean(-1), optimizer=optax.sgd(0.1), mesh="data=8"
+    )
+    _, metrics = trainer.step(trainer.init(x), x)
+    assert metrics["loss"] == pytest.approx(float(jnp.square(module.apply(variables, x, True)).mean()), rel=1e-5)

@@ -146,9 +146,8 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
         raise ModelError(f"{why}, and {seen}.", fix=f"{fix}.")
     ways = "one value per row that depends on no other row. Where the loss of a part is what you want: loss=spmd.losses.of_parts(loss)."
     because = f": {reading.problem}" if reading.problem else "."
-    raise LossError(
-        f"{why}, and {seen}{because}", fix=f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, or {ways}"
-    )
+    fix = f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, or {ways}"
+    raise LossError(f"{why}, and {seen}{because}", fix=fix)
 
 
 def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str:
