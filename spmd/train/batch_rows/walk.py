@@ -230,7 +230,10 @@ class Walk(Sizes):
 
     def of_own_gradient(self, one: Any, other: Any, values: list[Kind]) -> list[Kind] | None:
         """Return the kinds of the outputs of a function with a derivative of its own; None if it or its gradients may join rows."""
-        floats = [number for number, var in enumerate(one.invars) if jax.numpy.issubdtype(var.aval.dtype, np.floating)]
+        captured = one.params.get("num_consts", 0)  # which have no derivative
+        floats = [
+            number for number, var in enumerate(one.invars) if number >= captured and jax.numpy.issubdtype(var.aval.dtype, np.floating)
+        ]
         outputs = [self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
 
         def trace(equation: Any) -> Any:
@@ -273,6 +276,10 @@ class Walk(Sizes):
 
     def without_rows(self, one: Any, other: Any, values: list[Kind]) -> list[Kind]:
         """Return the kinds of the outputs of an equation whose inputs are the same on all workers: so are they."""
+        if one.primitive.name in OWN_GRADIENT:  # two traces of it have other functions for its derivative
+            reader = Walk(self.rows, self.others, forward_only=True)
+            found = reader.call(one, other, [Held(kind) for kind in values])
+            return [Fixed(power=None) if reader.shares or not isinstance(held.kind, Fixed) else held.kind for held in found]
         avals = [(a.aval, b.aval) for a, b in zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)]
         still = all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in avals) and self.alike(one.params, other.params)
         power = 0 if still and all(value.power == 0 for value in values) else None
@@ -475,6 +482,8 @@ def is_mean(found: Sequence[Kind], shape: tuple[int, ...]) -> bool:
     """
     if len(found) == 2 and not shape:
         total, count = found
+        if isinstance(total, Fixed) and isinstance(count, Fixed):
+            return total.power is not None and total.power == count.power
         if not isinstance(total, Summed) or total.power is None:
             return False
         return (isinstance(count, Summed) and count.power == total.power) or (isinstance(count, Fixed) and count.power == total.power + 1)
