@@ -141,7 +141,8 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
         return changed != parts and not (changed.several and _refusal(reading, changed, alone and manual, by_layer and manual))
 
     fix = " and ".join(next(chosen for chosen in sets if mends(chosen)))
-    seen = f"a step under {source} sees the {rows} rows of a batch {parts}{', one after the other' if parts.of_position else ''}"
+    in_turn = ", one after the other" if parts.of_position and not reading.problem and not parts.ticks else ""
+    seen = f"a step under {source} sees the {rows} rows of a batch {parts}{in_turn}"
     if why == STATISTICS:
         raise ModelError(f"{why}, and {seen}.", fix=f"{fix}.")
     ways = "one value per row that depends on no other row. Where the loss of a part is what you want: loss=spmd.losses.of_parts(loss)."
