@@ -19,25 +19,23 @@ from spmd.data.retries import read_epoch
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches, epoch_ended
 from spmd.distributed import uneven_batches, watchdog
-from spmd.errors import CheckpointError, DataError, OptionError, check_integer, join_names, raise_problems, short_repr
+from spmd.errors import CheckpointError, DataError, OptionError, check_integer, raise_problems, short_repr
 from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
-from spmd.layout.toml_reader import loads
 from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_numbers, saved_position
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_position
 from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
-from spmd.run.restore_comm_state import check_sync_schedule
+from spmd.run.restore_state import restore_matching, restore_state
 from spmd.run.script_numbers import ScriptNumbers, find_script_numbers
 from spmd.sync.notes import notes as exchange_notes, server_notes
 from spmd.sync.param_server.statistics import ServerStatistics
-from spmd.train.choose_frozen import check_same_trained
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, Metrics
@@ -45,7 +43,7 @@ from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, check_placed, replicated_moments
 from spmd.train.wrapped_optimizer import options_of
-from spmd.tree import Tree, abstract, flatten, map_paths
+from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
 
 
@@ -221,7 +219,7 @@ class Trainer:
         reader = CheckpointReader(config.path)
         chosen = reader.step(step)
         if only is not None and only != PARAMS:
-            return self._restore_matching(reader, chosen, only)
+            return restore_matching(self._placed, reader, chosen, only)
         if only is not None:
             return self._placed.begin(*reader.restore_params(chosen, self.abstract_state, self._placed.packing))
         state, warnings = self.load(reader, chosen)
@@ -229,17 +227,6 @@ class Trainer:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
         self._checkpoints.restored(reader.folder, chosen, state, reader.steps()[-1])
         return state
-
-    def _restore_matching(self, reader: CheckpointReader, step: int, pattern: str) -> State:
-        """A new state at step 0, in which what a pattern matches is that of the checkpoint."""
-        restored = reader.restore_matching(step, self.abstract_state, pattern, packed=self._placed.packing is not None)
-        state = self.init()
-        trees = {"params": state.params, "stats": state.stats, "frozen": state.frozen}
-        new = [path for name, tree in trees.items() for path in flatten(tree) if f"{name}/{path}" not in restored]
-        line = "restored from step %s: %d arrays of the model that match %s; %s begin as in a new state."
-        logging.getLogger("spmd").warning(line, step, len(restored), pattern, join_names(new, 5) or "none")
-        mixed = {name: map_paths(lambda path, leaf, of=name: restored.get(f"{of}/{path}", leaf), tree) for name, tree in trees.items()}
-        return self._placed.restart(dataclasses.replace(state, **mixed))
 
     @outside_of_mesh()
     def save(
@@ -314,15 +301,7 @@ class Trainer:
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
         """The state of a step; and in words the numbers of the optimizer that the script has changed, and what of the optimizer's wrappers
         and of the codecs' memory did not fit."""
-        meta = reader.meta(step)
-        with reader.naming_errors(step):
-            layout = loads(meta["layout"])
-        check_sync_schedule(layout.parameter_server, self.layout.parameter_server, step)
-        check_same_trained(layout, self.layout, step)
-        placed = self._placed
-        state, changes = reader.restore(step, self.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
-        state, numbers = self.script_numbers.update(state, saved_numbers(meta, self.abstract_state))
-        return state, [*numbers, *changes]
+        return restore_state(self._placed, self.layout, self.script_numbers, reader, step)
 
     @property
     def packing(self) -> dict[str, Any] | None:
@@ -521,7 +500,8 @@ class Trainer:
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Return the loss and metrics on all rows of `data`, in evaluation mode; the last batch may be short.
 
-        Of a loss or metric that is no mean over rows, and no function of sums over them, it is the mean over batches; a warning names it.
+        The value of a loss or metric that is neither a mean over rows nor a function of sums over rows is the mean over batches, and a
+        warning names it.
 
         What is not finite is returned as it is, with a warning that names the metric and the first batch at fault.
 

@@ -218,7 +218,7 @@ class _LinenHandle:
 
     def _apply(self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]) -> tuple[Any, Mapping[str, Any]]:
         """Outputs of a call, and the collections that it changes."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: subclasses initialise the module, or apply it
 
     def __getattr__(self, name: str) -> Any:
         """A method of the module, or the value of one of its fields."""

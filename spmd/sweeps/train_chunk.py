@@ -138,11 +138,12 @@ class Chunk:
         source, program = self.packed.study.eval_data, self.packed.program
         if source is None:
             return [{} for _ in self.trials]
-        total = np.zeros(())
+        total, batches = np.zeros(()), 0
         for host in source.epoch(0):
+            batches += 1
             (index,), (weights,) = row_indices([host], source.batch_size if program.evaluation.pads else host.rows)
             total = total + self.packed.evaluate(self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights)
-        return [program.evaluation.finish(one) for one in total[: len(self.trials)]]
+        return [program.evaluation.finish(one, batches) for one in total[: len(self.trials)]]
 
     def host_states(self, numbers: Collection[int]) -> dict[int, Any]:
         """The states of those of its trials that have these numbers, on the host of every process."""

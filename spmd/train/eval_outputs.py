@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.errors import SpmdError
 from spmd.jaxpr import equations
 from spmd.models.base import Variables
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig
 from spmd.train.activations import Seen
-from spmd.train.batch_rows.evaluation import SHARD_MAP, Traces, Way, traces_by_name
+from spmd.train.batch_rows.evaluation import SHARD_MAP, FromBatches, Traces, traces_by_name
 from spmd.train.batch_rows.loss import held_inputs
 from spmd.train.loss_trace import trace_objective
 from spmd.train.losses import SHIPPED
@@ -72,19 +73,6 @@ class EvalOutputs:
         """Why a metric from sums is NaN, by name."""
         return {name: metric.undefined for name, metric in self.objective.metrics.items() if isinstance(metric, FromSums)}
 
-    @functools.cached_property
-    def means_of_batches(self) -> list[str]:
-        """Names of the loss and metrics whose mean over batches may differ from their value on all rows."""
-        return [name for name in self.names if not self._is_known(name) and self._ways[name] == Way()]
-
-    def warn_of_means(self) -> None:
-        """Warn, once, of a loss and metrics that several batches do not give for all rows."""
-        found = [name for name in self.means_of_batches if name not in self.warned]
-        self.warned.update(found)
-        if found:
-            names = ", ".join(f'"{name}"' for name in found)
-            logging.getLogger("spmd").warning(TEXT, self.rows, names, "it" if len(found) == 1 else "them")
-
     # of a batch ---------------------------------------------------------------------------------------------------------------------------
 
     def sums(self, forward: Callable[[Variables, Tree, Any], tuple], variables: Variables, batch: Tree, weights: jax.Array) -> jax.Array:
@@ -116,8 +104,11 @@ class EvalOutputs:
 
     # of all batches -----------------------------------------------------------------------------------------------------------------------
 
-    def finish(self, total: np.ndarray) -> dict[str, float]:
-        """Return the loss and metrics by name, from sums and counts over all rows, float[2, columns] on the host."""
+    def finish(self, total: np.ndarray, batches: int) -> dict[str, float]:
+        """Return the loss and metrics by name, from sums and counts over all rows, float[2, columns] on the host.
+
+        A warning names, once, those of which several batches do not give the value on all rows.
+        """
         columns, found = np.array(self.columns), {}
         for name in self.names:
             sums, counts = np.asarray(total, np.float64)[:, columns == name]
@@ -128,6 +119,8 @@ class EvalOutputs:
                 found[name] = self._function_of_sums(name, sums, counts[0])
             else:
                 found[name] = float(means(sums, counts)[0])
+        if batches > 1:
+            self._warn_of_means()
         return found
 
     def drawings(self, total: np.ndarray) -> dict[str, Callable[[], Any]]:
@@ -138,6 +131,14 @@ class EvalOutputs:
         return {
             name: functools.partial(metric.picture, name, sums[name]) for name, metric in drawn.items() if np.isfinite(sums[name]).all()
         }
+
+    def _warn_of_means(self) -> None:
+        names = [name for name in self.names if not self._is_known(name) and self._from_batches[name] == FromBatches()]
+        fresh = [name for name in names if name not in self.warned]
+        self.warned.update(fresh)
+        if fresh:
+            shown = ", ".join(f'"{name}"' for name in fresh)
+            logging.getLogger("spmd").warning(TEXT, self.rows, shown, "it" if len(fresh) == 1 else "them")
 
     # the traces ---------------------------------------------------------------------------------------------------------------------------
 
@@ -163,13 +164,16 @@ class EvalOutputs:
         return self._traces_under(None)
 
     @functools.cached_property
-    def _ways(self) -> dict[str, Way]:
-        ways = {name: traces.way() for name, traces in self._traces.items()}
-        if any(found.primitive.name == SHARD_MAP for found in equations(self._traces[LOSS].first.jaxpr)):
+    def _from_batches(self) -> dict[str, FromBatches]:
+        try:
+            by_name = {name: traces.from_batches() for name, traces in self._traces.items()}
+        except SpmdError:  # the loss or a metric takes no other number of rows, and may join them
+            return dict.fromkeys(self.names, FromBatches())
+        if any(equation.primitive.name == SHARD_MAP for equation in equations(self._traces[LOSS].first.jaxpr)):
             # a layout's own functions are not read, so the loss has to be the same function of rows without them
             alone = self._traces_under(dataclasses.replace(UNSHARDED, used=set()))
-            ways = {name: ways[name] if ways[name] == traces.way() else Way() for name, traces in alone.items()}
-        return ways
+            by_name = {name: by_name[name] if by_name[name] == traces.from_batches() else FromBatches() for name, traces in alone.items()}
+        return by_name
 
     @functools.cached_property
     def _functions_of_sums(self) -> dict[str, Callable[..., jax.Array]]:
@@ -183,7 +187,7 @@ class EvalOutputs:
                 return float(self._functions_of_sums[name]((times * sums).astype(np.float32), np.float32(times * rows)))
 
         found = value(1)
-        if not self._ways[name].scales and name not in self.warned and not np.isclose(value(2), found, rtol=1e-3, equal_nan=True):
+        if not self._from_batches[name].scales and name not in self.warned and not np.isclose(value(2), found, rtol=1e-3, equal_nan=True):
             self.warned.add(name)
             logging.getLogger("spmd").warning(DEPENDS, name, rows, found, value(2))
         return found
@@ -191,7 +195,7 @@ class EvalOutputs:
     def _sums_of(self, name: str) -> int:
         """Return the number of sums over rows of which a scalar is a function; 0: the mean of its values on batches is taken."""
         output = self._shapes[0] if name == LOSS else self._shapes[1][name]
-        return 0 if self._is_known(name) or getattr(output, "shape", None) != () else self._ways[name].sums
+        return 0 if self._is_known(name) or getattr(output, "shape", None) != () else self._from_batches[name].sums
 
     def _is_known(self, name: str) -> bool:
         """Return whether nothing has to be read to know that a metric's mean is right."""

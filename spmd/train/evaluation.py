@@ -58,13 +58,13 @@ class Totals:
     """Sums and counts over the batches of an evaluation, and the batch in which each metric stopped being finite.
 
     Example:
-      >>> totals = Totals(("loss",), lambda total: {"loss": float(total[0, 0] / total[1, 0])})
+      >>> totals = Totals(("loss",), lambda total, batches: {"loss": float(total[0, 0] / total[1, 0])})
       >>> totals.add(np.array([[6.0], [4.0]]), 4)
       >>> totals.means()
       {'loss': 1.5}
     """
 
-    def __init__(self, columns: tuple[str, ...], finish: Callable[[np.ndarray], dict[str, float]], undefined: Mapping[str, str] = {}):
+    def __init__(self, columns: tuple[str, ...], finish: Callable[[np.ndarray, int], dict[str, float]], undefined: Mapping[str, str] = {}):
         self._names, self._finish, self._undefined, self.total = columns, finish, undefined, np.zeros((2, len(columns)))
         self._batches, self._rows = 0, 0
         self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words
@@ -81,7 +81,7 @@ class Totals:
 
     def means(self) -> dict[str, float]:
         """Loss and metrics over all rows; a warning names those that are not finite, and the first batch at fault."""
-        found = self._finish(self.total)
+        found = self._finish(self.total, self._batches)
         lines = [f'"{name}" is {found[name]}, first in {where}' for name, where in self._broken.items()]
         empty = dict.fromkeys(name for name, count in zip(self._names, self.total[1], strict=True) if count == 0)
         empty |= dict.fromkeys(name for name, value in found.items() if math.isnan(value) and name not in self._broken)
@@ -106,8 +106,6 @@ def measured(
     for number, batch in enumerate(batches, 1):
         if stopped := stops(number):
             break
-        if number == 2:  # a batch that is all of the data is no part of it
-            program.evaluation.warn_of_means()
         with placer.allow_row_transfers():
             pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
         if len(pending) >= IN_FLIGHT:

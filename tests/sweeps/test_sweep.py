@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -47,6 +48,25 @@ def test_a_trial_is_what_fit_trains_alone(kind):
             {name.removeprefix("eval_"): value for name, value in tried.metrics.items()}, rel=1e-5
         )
     assert relative_difference(swept.trials[0].result().state.params, swept.trials[1].result().state.params) > 1e-6
+
+
+def test_evaluations_of_trials_are_of_all_rows(caplog):
+    """A ratio of counts of all rows, as numpy has it; a median is named, since its mean over batches is not that of all rows."""
+
+    def found(model, batch):
+        hits = (model(batch["x"]).argmax(-1) == batch["y"]) & (batch["y"] == 1)
+        return hits.sum() / (batch["y"] == 1).sum()
+
+    def median(model, batch):
+        return jnp.median(model(batch["x"]))
+
+    how = {"space": {"learning_rate": [1e-2]}, "search": "grid", "trials": None, "epochs": 1, "eval_data": labelled(60, 1)}
+    mesh = spmd.make_mesh("net=1", devices=jax.devices()[:1])
+    (tried,) = sweep("plain", **how, mesh=mesh, metrics={"found": found, "median": median}, batch_size=20).trials
+    data, model = labelled(60, 1), tried.result().model
+    guess = np.asarray(model(data["x"])).argmax(-1)
+    assert tried.metrics["eval_found"] == pytest.approx(float((guess == data["y"])[data["y"] == 1].mean()), rel=1e-5)
+    assert [line.split('"')[1] for line in caplog.messages if "the mean over batches" in line] == ["median"]
 
 
 @pytest.mark.system

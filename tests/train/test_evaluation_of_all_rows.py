@@ -169,6 +169,18 @@ def test_batches_of_one_row_are_evaluated(caplog):
     assert found["loss"] == pytest.approx(float(plain(token_mean)), rel=1e-5) and found["f1"] == pytest.approx(float(plain(f1)), rel=1e-5)
 
 
+def test_losses_of_one_number_of_rows_are_evaluated_and_named(caplog):
+    """Nothing can be read of a loss that takes no other number of rows; its mean over batches is right or not."""
+
+    def fixed(model, batch):
+        return CE(model(batch["x"]).reshape(16, CLASSES), batch["y"]).sum() / 16
+
+    found, plain = evaluated(fixed, {}, 48, 16, "data=1")
+    (line,) = warnings(caplog)
+    assert line.split('"')[1] == "loss"
+    assert found["loss"] == pytest.approx(float(plain(lambda model, batch: CE(model(batch["x"]), batch["y"]).mean())), rel=1e-5)
+
+
 def test_one_batch_is_all_rows(caplog):
     found, plain = evaluated(token_mean, JOINED, 48, 48)
     assert found["in-batch negatives"] == pytest.approx(float(plain(JOINED["in-batch negatives"])), rel=1e-5)

@@ -18,37 +18,47 @@ from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed
 from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Unreadable, Walk, evaluated, is_mean
 from spmd.train.objective import LOSS
 
-OF_BATCH = object()  # in place of an array that is known for a batch and not for all rows
 HALF = (jnp.bfloat16, jnp.float16)
 DTYPES = ("new_dtype", "preferred_element_type")  # parameters of equations
 SHARD_MAP = "shard_map"  # of a layout's own functions; each worker has its rows in it
 
 
 @dataclasses.dataclass(frozen=True)
+class OfAllRows(Fixed):
+    """An array that is computed from sums over the rows of all batches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfBatch(Fixed):
+    """An array that is known for one batch, and not for all rows."""
+
+
+@dataclasses.dataclass(frozen=True)
 class BatchSums(Walk):
     """`Walk` with the arrays of one batch, `rows` of them, or with sums over `total_rows` rows of several batches.
 
-    `Held.trained` is: known from sums over all rows. Arrays of other values are those of the batch, or None where there are `totals`.
+    Arrays of kinds other than `OfAllRows` are those of the batch, or None where there are `totals`.
 
     Attributes:
-      taken: takes what is to be added up over batches: float32[k] each.
+      sums: takes the arrays to be added up over batches, float32[k] each.
       totals: gives the next k of their sums over all batches, float32[k], where the function of them is computed.
       total_rows: the number of rows of all batches.
     """
 
-    taken: list[Any] = dataclasses.field(default_factory=list, compare=False)
+    sums: list[Any] = dataclasses.field(default_factory=list, compare=False)
     totals: Callable[[int], Any] | None = None
     total_rows: Any = None
 
     def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of an equation."""
-        if any(value.array is OF_BATCH for value in values):
+        kinds = [value.kind for value in values]
+        if any(isinstance(kind, OfBatch) for kind in kinds):
             return _of_batch(one)
-        if one.primitive.name in (*CALLS, *OWN_GRADIENT) and any(value.trained for value in values):
+        if not any(isinstance(kind, OfAllRows) for kind in kinds):
+            return super().equation(one, other, values)
+        if one.primitive.name in (*CALLS, *OWN_GRADIENT):
             return self.call(one, other, values)
-        if any(value.trained for value in values):
-            return self.of_sums(one, other, values)
-        return super().equation(one, other, values)
+        return self.of_sums(one, other, values)
 
     def of_sums(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of a function of sums over all rows, and of what all rows share."""
@@ -56,31 +66,33 @@ class BatchSums(Walk):
         alike = self.alike(one.params, other.params) and all(getattr(a.aval, "shape", 0) == getattr(b.aval, "shape", 0) for a, b in pairs)
         if not alike or any(isinstance(value.kind, PerRow) for value in values):
             return _of_batch(one)
-        known = [value if value.trained else self.added_up(value, var) for value, var in zip(values, one.invars, strict=True)]
-        if any(value.array is OF_BATCH for value in known):
+        inputs = [self.of_all_rows(value, var) for value, var in zip(values, one.invars, strict=True)]
+        if any(isinstance(value.kind, OfBatch) for value in inputs):
             return _of_batch(one)
-        kinds = self.without_rows(one, other, [value.kind for value in known])
+        kinds = self.without_rows(one, other, [value.kind for value in inputs])
         params = {key: jnp.float32 if key in DTYPES and value in HALF else value for key, value in one.params.items()}
-        arrays = evaluated(one.replace(params=params), [value.array for value in known])
-        return [Held(kind, True, array) for kind, array in zip(kinds, arrays, strict=True)]
+        arrays = evaluated(one.replace(params=params), [value.array for value in inputs])
+        return [Held(OfAllRows(power=kind.power), array=array) for kind, array in zip(kinds, arrays, strict=True)]
 
-    def added_up(self, value: Held, var: Any) -> Held:
-        """Return a sum over the rows of a batch, or what all rows share, as that of all rows."""
+    def of_all_rows(self, value: Held, var: Any) -> Held:
+        """Return a sum over the rows of a batch, or an array that all batches share, as that of all rows."""
+        if isinstance(value.kind, OfAllRows):
+            return value
         kind, aval = value.kind, var.aval
         dtype = jnp.dtype("float32") if aval.dtype in HALF else aval.dtype  # a sum over many batches is too large for few bits
         if hasattr(var, "val") and kind.power == 0:
-            return Held(kind, True, jnp.asarray(var.val, dtype))
+            return Held(OfAllRows(), array=jnp.asarray(var.val, dtype))
         if kind.power is None or isinstance(kind, PerRow) or jnp.issubdtype(dtype, jax.dtypes.extended):
-            return Held(kind, True, OF_BATCH)
+            return Held(OfBatch())
         # a sum over n of N rows grows as n ** -power; of what is the same for all batches the mean over rows is taken
         power = kind.power if isinstance(kind, Summed) else kind.power - 1
-        shared = Fixed(power=power + 1)
+        found = OfAllRows(power=power + 1)
         if self.totals is None:
-            self.taken.append(jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power)
-            return Held(shared, True, value.array.astype(dtype))
+            self.sums.append(jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power)
+            return Held(found, array=value.array.astype(dtype))
         total = (self.totals(aval.size) * self.total_rows**power).reshape(aval.shape)
         exact = jnp.issubdtype(dtype, jnp.inexact)
-        return Held(shared, True, (total if exact else jnp.round(total)).astype(dtype))
+        return Held(found, array=(total if exact else jnp.round(total)).astype(dtype))
 
     def with_arrays(self, one: Any, values: list[Held], held: list[Held]) -> list[Held]:
         """Return the outputs of an equation, of known kinds, with the arrays of the batch."""
@@ -108,7 +120,7 @@ class BatchSums(Walk):
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of a mixture of experts, which routes each group of tokens separately."""
-        return self.with_arrays(one, values, [held._replace(trained=False) for held in super().routed(one, other, values)])
+        return self.with_arrays(one, values, super().routed(one, other, values))
 
     def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Any]) -> list[Held]:
         """Return the outputs of a scan whose body carries these kinds, and returns others."""
@@ -125,12 +137,12 @@ class BatchSums(Walk):
 
 
 def _of_batch(one: Any) -> list[Held]:
-    return [Held(Fixed(power=None), True, OF_BATCH) for _ in one.outvars]
+    return [Held(OfBatch(power=None)) for _ in one.outvars]
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """The way in which the value of a loss or metric on all rows follows from batches.
+class FromBatches:
+    """How the value of a loss or metric on all rows follows from batches.
 
     Attributes:
       mean: the mean of its values, weighted by rows, is right.
@@ -161,8 +173,8 @@ class Traces:
     given: Sequence[Held]
     shape: tuple[int, ...]
 
-    def way(self) -> Way:
-        """Return the way in which the value on all rows follows from batches."""
+    def from_batches(self) -> FromBatches:
+        """Return how the value on all rows follows from batches."""
         sizes: list[int] = []
         found: list[Held] = []
 
@@ -176,19 +188,20 @@ class Traces:
         try:
             jax.eval_shape(run)
         except (Unreadable, TypeError, ValueError):  # two traces that do not correspond
-            return Way()
-        if any(held.array is OF_BATCH for held in found):
-            return Way()
-        if any(held.trained for held in found):
-            (power, *others) = [held.kind.power for held in found]
-            return Way() if others or self.shape or power not in (0, None) else Way(sums=sum(sizes), scales=power == 0)
-        return Way(mean=is_mean([held.kind for held in found], self.shape))
+            return FromBatches()
+        kinds = [held.kind for held in found]
+        if any(isinstance(kind, OfBatch) for kind in kinds):
+            return FromBatches()
+        if any(isinstance(kind, OfAllRows) for kind in kinds):
+            power, *others = [kind.power for kind in kinds]
+            return FromBatches() if others or self.shape or power not in (0, None) else FromBatches(sums=sum(sizes), scales=power == 0)
+        return FromBatches(mean=is_mean(kinds, self.shape))
 
     def of_batch(self) -> jax.Array:
         """Return the sums of this batch, float32[k]."""
-        taken: list[jax.Array] = []
-        self._walk(taken=taken)
-        return jnp.concatenate(taken)
+        sums: list[jax.Array] = []
+        self._walk(sums=sums)
+        return jnp.concatenate(sums)
 
     def of_all(self, totals: jax.Array, total_rows: Any) -> jax.Array:
         """Return the value on all rows, from the sums of the sums of batches, float32[k], and the number of all rows."""

@@ -1,0 +1,53 @@
+"""A state for a placed model from a checkpoint: all of it, or the arrays of the model that a pattern matches."""
+
+import dataclasses
+import logging
+
+from spmd.errors import join_names
+from spmd.layout.schema import Layout
+from spmd.layout.toml_reader import loads
+from spmd.run.checkpoint_reader import CheckpointReader, saved_numbers
+from spmd.run.restore_comm_state import check_sync_schedule
+from spmd.run.script_numbers import ScriptNumbers
+from spmd.train.choose_frozen import check_same_trained
+from spmd.train.model_setup import PlacedModel
+from spmd.train.state import State
+from spmd.tree import flatten, map_paths
+
+
+def restore_state(
+    placed: PlacedModel, layout: Layout, numbers: ScriptNumbers, reader: CheckpointReader, step: int
+) -> tuple[State, list[str]]:
+    """Return the state of a step; and in words the numbers of the optimizer that the script has changed, and the parts of the optimizer's
+    wrappers and of the codecs' memory that did not fit.
+
+    Raises:
+      CheckpointError: it does not fit the model, the optimizer or the layout.
+    """
+    meta = reader.meta(step)
+    with reader.naming_errors(step):
+        saved = loads(meta["layout"])
+    check_sync_schedule(saved.parameter_server, layout.parameter_server, step)
+    check_same_trained(saved, layout, step)
+    state, changes = reader.restore(step, placed.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
+    state, changed = numbers.update(state, saved_numbers(meta, placed.abstract_state))
+    return state, [*changed, *changes]
+
+
+def restore_matching(placed: PlacedModel, reader: CheckpointReader, step: int, pattern: str) -> State:
+    """Return a new state at step 0, in which the arrays of the model that a pattern matches are those of the checkpoint.
+
+    A line names the arrays that begin as in a new state.
+
+    Raises:
+      CheckpointError: arrays do not fit.
+      OptionError: the pattern matches none.
+    """
+    restored = reader.restore_matching(step, placed.abstract_state, pattern, packed=placed.packing is not None)
+    state = placed.init()
+    trees = {"params": state.params, "stats": state.stats, "frozen": state.frozen}
+    new = [path for name, tree in trees.items() for path in flatten(tree) if f"{name}/{path}" not in restored]
+    line = "restored from step %s: %d arrays of the model that match %s; %s begin as in a new state."
+    logging.getLogger("spmd").warning(line, step, len(restored), pattern, join_names(new, 5) or "none")
+    mixed = {name: map_paths(lambda path, leaf, of=name: restored.get(f"{of}/{path}", leaf), tree) for name, tree in trees.items()}
+    return placed.restart(dataclasses.replace(state, **mixed))
