@@ -303,12 +303,13 @@ class EarlyStopping(Callback):
         if self.metric not in info.metrics:
             raise OptionError(f'EarlyStopping: there is no metric "{self.metric}".', fix=did_you_mean(self.metric, info.metrics))
         value = self._sign * info.metrics[self.metric]
-        if value < self._best - self.min_delta:
+        if math.isfinite(value) and value < self._best - self.min_delta:
             self._best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self.patience:
-            info.stop(f"{self.metric} has not improved in {self._waited} checks; the best value is {self._sign * self._best:.6g}")
+            found = f"the best value is {self._sign * self._best:.6g}" if math.isfinite(self._best) else "none of its values is finite"
+            info.stop(f"{self.metric} has not improved in {self._waited} checks; {found}")
 
 
 class StopAt(Callback):

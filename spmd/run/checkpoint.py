@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import jax
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, did_you_mean, first_line, short_repr, type_name
+from spmd.ranking import best
 from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
@@ -32,6 +33,8 @@ from spmd.train.state import State
 from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
 
+PATTERN = "[]*?\\"  # characters with a meaning of their own in a pattern of paths
+MERGED = "manifest.ocdbt"  # of the arrays of all processes
 HEADROOM = 1.2  # times the size of a checkpoint that must be free on disk before it is written
 
 
@@ -131,6 +134,35 @@ _nothing_to_write = futures.Future[Any]()
 _nothing_to_write.set_result(None)
 
 
+def _check_name(folder: Path) -> None:
+    """Refuse a path that is read as a pattern where Orbax looks for the arrays that it has just written: it finds none, without an error.
+
+    Raises:
+      CheckpointError: names the characters, and a path without them.
+    """
+    found = [character for character in PATTERN if character in str(folder)]
+    if found:
+        named = next(parent for parent in reversed((folder, *folder.parents)) if set(PATTERN) & set(parent.name))
+        other = named.with_name(named.name.translate(str.maketrans(PATTERN, "-" * len(PATTERN))))
+        why = f'{folder}: checkpoints in a folder with "{"".join(found)}" in its path could not be read again.'
+        raise CheckpointError(why, fix=f'another name, such as "{other}" in place of "{named}".')
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeepBest:
+    """Keeps the best checkpoint, as the reader ranks them; a policy of Orbax, whose own one takes NaN for the best."""
+
+    metric: str
+    mode: str
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether each checkpoint stays."""
+        del context
+        scores = {at: info.metrics[self.metric] for at, info in enumerate(checkpoints) if info.metrics}
+        kept = best(scores, 1, self.mode)
+        return [at in kept for at in range(len(checkpoints))]
+
+
 class CheckpointStore(CheckpointReader):
     """A run's checkpoints on disk, read and written by their one owner. Saving is asynchronous; `close` waits and raises any failure.
 
@@ -141,6 +173,7 @@ class CheckpointStore(CheckpointReader):
     def __init__(self, config: Checkpoint):
         super().__init__(config.path)
         self.config = config
+        _check_name(self.folder)
         self._take_ownership()
         self._writing, self._written = 0, _nothing_to_write
         self._threaded: bool | None = None  # decided by the first save: later the copy itself raises the peak usage
@@ -181,8 +214,7 @@ class CheckpointStore(CheckpointReader):
         logging.getLogger("absl").addHandler(_failures)  # once, even with several stores
         keep: list[Any] = [policies.LatestN(config.keep)]
         if config.best is not None:
-            sign = 1.0 if config.mode == "max" else -1.0
-            keep.append(policies.BestN(get_metric_fn=lambda m: sign * m[config.best], n=1, keep_checkpoints_without_metrics=False))
+            keep.append(_KeepBest(config.best, config.mode))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(keep),
             # only with a best_fn does Orbax write metrics to disk, where a resumed run finds them
@@ -227,6 +259,8 @@ class CheckpointStore(CheckpointReader):
             return
         self._check_owner()
         (folder,) = (self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")
+        if not (folder / STATE / MERGED).exists():
+            raise CheckpointError(f"the arrays of step {self._writing} were written, and not merged: {folder / STATE / MERGED} is missing.")
         write_manifest(folder)
 
     def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,6 +19,7 @@ from spmd.errors import CheckpointError, OptionError, Problem, SpmdError, did_yo
 from spmd.models.frozen import join
 from spmd.nn.layer_order import StageOrder
 from spmd.path_match import covering, matches, suggest
+from spmd.ranking import best
 from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
 from spmd.run.reshard_checkpoint import (
     FROZEN,
@@ -161,8 +161,7 @@ class CheckpointReader:
         known = {step: value for step in steps if (value := self.metrics(step).get(metric)) is not None}
         if not known:
             raise CheckpointError(f'no checkpoint in {self.folder} has a value of "{metric}".', fix='step="latest".')
-        numbers = {step: value for step, value in known.items() if not math.isnan(value)} or known
-        return (max if mode == "max" else min)(numbers, key=lambda step: numbers[step])
+        return best(known, 1, mode)[0]
 
     def metrics(self, step: int) -> dict[str, float]:
         """The evaluation's metrics at a step; empty if the run does not rank checkpoints."""

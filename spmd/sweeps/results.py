@@ -10,11 +10,11 @@ from typing import Any
 from spmd.api import Result
 from spmd.errors import OptionError
 from spmd.inference.ensemble import Ensemble
+from spmd.ranking import rank
 from spmd.render.html import aligned, framed, table
 from spmd.render.sparkline import spark
 from spmd.run.history import History
 from spmd.sweeps.config import Trial
-from spmd.sweeps.successive_halving import rank
 from spmd.user_paths import as_path, write_text
 
 

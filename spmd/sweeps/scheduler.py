@@ -20,13 +20,13 @@ from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.distributed.exit_codes import TERMINATED
 from spmd.mesh import make_mesh
+from spmd.ranking import best
 from spmd.run.history import History
 from spmd.run.progress import Pace
 from spmd.run.signals import SIGINT_REASON, stop_by
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
 from spmd.sweeps.storage import SweepStore, in_writer, is_writer, open_checkpoints
-from spmd.sweeps.successive_halving import best
 from spmd.sweeps.train_chunk import Chunk, filled
 from spmd.sweeps.vmapped_trials import VmappedTrials
 from spmd.train.objective import LOSS

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 from spmd.errors import OptionError, check_integer
 
@@ -42,14 +41,3 @@ class Halving:
             needed = f"{count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps"
             raise OptionError(f"Halving: {needed}; there are {trials} and {steps}.", fix="fewer rungs, more trials, or more steps.")
         return [(max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung)) for rung in range(count)]
-
-
-def rank(score: float, mode: str) -> tuple[bool, float]:
-    """A key that sorts scores from best to worst; what is not finite is the worst."""
-    finite = math.isfinite(score)
-    return not finite, (score if mode == "min" else -score) if finite else 0.0
-
-
-def best(scores: Mapping[int, float], count: int, mode: str) -> list[int]:
-    """The trials with the best scores, in the order of their scores; of equals the first."""
-    return sorted(scores, key=lambda number: (*rank(scores[number], mode), number))[:count]

@@ -256,6 +256,7 @@ def look(stopping, metric, values, event="on_eval"):
         ({"patience": 2, "mode": "max"}, [0.1, 0.5, 0.4, 0.3], 4),
         ({"patience": 2, "mode": "max"}, [-3.0, -2.0, -1.0, -1.5, -0.5], None),
         ({"patience": 2}, [3.0, math.nan, math.nan], 3),
+        ({"patience": 3, "mode": "max"}, [0.5, math.inf, 0.6, 0.6, 0.4, 0.5], 6),
         ({"patience": 3}, [4.0, 3.0, 2.0, 1.0], None),
     ],
 )
@@ -268,6 +269,9 @@ def test_early_stopping_counts_looks_without_improvement(options, values, count)
 def test_early_stopping_says_why():
     assert look(callbacks.EarlyStopping("eval_score", patience=1, mode="max"), "eval_score", [0.5, 0.25])[1] == (
         "eval_score has not improved in 1 checks; the best value is 0.5"
+    )
+    assert look(callbacks.EarlyStopping("eval_score", patience=1), "eval_score", [math.nan])[1] == (
+        "eval_score has not improved in 1 checks; none of its values is finite"
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import jax
 import numpy as np
@@ -343,6 +344,20 @@ def test_the_best_is_kept_beside_the_newest(mode, best, every, tmp_path):
     result = scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode=mode, every=every)
     assert result.history["eval_score"] == [0.5, 0.75, 0.25, 0.5]
     assert steps_on_disk(tmp_path) == [best, 12]
+
+
+@pytest.mark.parametrize(
+    "mode, scores, best",
+    [
+        ("max", [0.25, 0.75, math.nan, 0.5], 6),
+        ("min", [math.nan, 0.75, math.nan, 0.75], 6),  # of equals the first
+        ("max", [0.25, math.inf, 0.5, 0.25], 9),
+    ],
+)
+def test_a_score_that_is_not_finite_is_the_worst(mode, scores, best, tmp_path):
+    result = scored(scores, tmp_path, mode=mode)
+    assert steps_on_disk(tmp_path) == [best, 12]
+    assert int(result.trainer.restore(tmp_path, step="best").step) == best
 
 
 @pytest.mark.system
