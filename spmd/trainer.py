@@ -326,6 +326,7 @@ class Trainer:
         """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
         if self._program is None or self._placer is None:
             self._program = prepare_program(self._placed, sample)
+            self._placed = self._program.placed
             workers = self._placed.exchange.worker_count
             self._placer = self._make_placer(self._program, pad=self._program.pad_training, workers=workers)
         return self._program, self._placer

@@ -128,6 +128,7 @@ def build_plan(
     """
     with gpu_of(cluster.target):
         program = prepare_program(placed, batch)
+        placed = program.placed
         model = trace_model(program)
     mesh, data_axes, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.config.precision
     compiled = compile_step(program, cluster, timeout=timeout, say=say)

@@ -37,8 +37,8 @@ class VmappedTrials:
     def __init__(self, study: SweepConfig, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
         self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
-        self.placed = PlacedModel(study.train_config(first), inner, study.layout)
-        self.program = prepare_program(self.placed, study.data.sample())
+        self.program = prepare_program(PlacedModel(study.train_config(first), inner, study.layout), study.data.sample())
+        self.placed = self.program.placed
         self._check()
         self._compiled: dict[tuple, Any] = {}
 

@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
-from spmd.errors import DataError, SpmdError, first_line
+from spmd.errors import DataError, LossError, SpmdError, first_line
 from spmd.jaxpr import equations, has_convolution
 from spmd.layout.compiler import xla_options
+from spmd.layout.gradients import Gradients
 from spmd.models.base import Call, Variables
 from spmd.models.frozen import join
 from spmd.nn.gathered_blocks import GatheredBlocks
@@ -33,7 +34,7 @@ from spmd.sync.parameter_sync import gather_outside
 from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
-from spmd.train.batch_rows.loss import Parts, Reading, check_pipelined, check_reading, read_objective
+from spmd.train.batch_rows.loss import BY_COMPILER, FullBatchError, Parts, Reading, check_pipelined, check_reading, read_objective
 from spmd.train.compiler_options import check_compiler_options, without_buffering
 from spmd.train.differentiable import check_gradient, check_products
 from spmd.train.eval_outputs import EvalOutputs
@@ -114,6 +115,9 @@ class Program:
         self._loss_names = (LOSS, *extra)
         self.reading, self._checked = self._read_loss() if trains else Reading(mean=True), False
         self.notes += [] if self.reading.mean else [self.reading.note()]
+        if self.reading.averages and placed.config.accumulate > 1:
+            rows = f"the {self.rows // placed.config.accumulate} rows of a microbatch, not over the {self.rows} of the batch"
+            self.notes.append(f"note: a module such as BatchNorm averages over {rows}, as accumulate={placed.config.accumulate} asks for.")
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += measured_names(placed.abstract_state.opt)
         check_names(self._loss_names, of_step)
@@ -514,6 +518,8 @@ class Program:
 def prepare_program(placed: PlacedModel, sample: Tree) -> Program:
     """The program for full batches like `sample`, which is checked against the layout's axes.
 
+    Its `placed` is another one where the loss is such that XLA must place the collectives.
+
     Raises:
       SpmdError: the layout does not fit the model, the batch does not fit the layout, or the loss fails on it.
     """
@@ -525,7 +531,31 @@ def prepare_program(placed: PlacedModel, sample: Tree) -> Program:
         check_compiler_options(options, placed.resolved.layout.source, SingleDeviceSharding(placed.mesh.local_devices[0]))
     check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.config.accumulate)  # after the layout's own problems
     check_loss_scale(placed.abstract_state.opt, placed.config.precision)
-    program = Program(placed, sample)
+    try:
+        program = Program(placed, sample)
+    except FullBatchError as error:
+        program = _with_all_rows(placed, sample, error)
+    placed = program.placed
     check_products(program._jaxpr.jaxpr, placed.platform)
     check_gradient(program._jaxpr.jaxpr, len(jax.tree.leaves(placed.abstract_state.params)))
+    return program
+
+
+def _with_all_rows(placed: PlacedModel, sample: Tree, error: FullBatchError) -> Program:
+    """The program of a loss that workers cannot compute from their rows: XLA sees all of them, and places the collectives.
+
+    Raises:
+      LossError: the layout's gradients are not exact, or not in one piece, or the state would have other shardings.
+    """
+    layout = placed.resolved.layout
+    if layout.gradients.reduction not in ("all_reduce", "reduce_scatter") or layout.gradients != Gradients(layout.gradients.reduction):
+        raise LossError(error.message, fix=error.fix) from None
+    other = placed.with_layout(placed.mesh, dataclasses.replace(layout, gradients=Gradients("compiler")))
+    other.compiling = placed.compiling
+    if placed.shardings != other.shardings:
+        raise LossError(error.message, fix=error.fix) from None
+    program = Program(other, sample)
+    seen = f"XLA sees all rows and places the collectives, as with {BY_COMPILER}, and trainer.wire cannot list them"
+    ways = "a loss that returns (sum, count), or one value per row that depends on no other row, keeps those of the layout"
+    program.notes.append(f"note: {error.message.rstrip('.')}. So {seen}; {ways}.")
     return program

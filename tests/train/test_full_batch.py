@@ -199,6 +199,33 @@ def test_microbatches_of_a_loss_that_joins_rows_are_refused_with_a_fix(loss, mes
     check(loss, mesh=mesh, reduction="compiler" if "compiler" in raised.value.fix else None)
 
 
+def all_rows_at_once(model, batch):
+    """Contrastive, written for this number of rows."""
+    z = model(batch["x"])
+    return CE(z @ z.T, jnp.arange(ROWS)).mean()
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp", "zero1"])
+def test_loss_for_one_number_of_rows_is_left_to_xla(layout):
+    trainer = trainer_of(all_rows_at_once, layout=layout)
+    start = jax.device_get(trainer.init(data()).params)
+    losses, params, _ = trained(trainer)
+    right, weights, _ = plainly(all_rows_at_once, start)
+    np.testing.assert_allclose(losses, right, rtol=1e-5)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(params[name], weight, rtol=0, atol=1e-5, err_msg=name)
+    assert trainer.resolved.layout.gradients.reduction == "compiler"
+    note = next(note for note in trainer.notes() if "mean over rows" in note)
+    assert "Incompatible shapes" in note and "So XLA sees all rows and places the collectives" in note and "returns (sum, count)" in note
+
+
+@pytest.mark.parametrize("layout", ["data_parallel_bf16", "parameter_server", "gathered by layer"])
+def test_loss_for_one_number_of_rows_is_refused_where_workers_compute_gradients(layout):
+    with pytest.raises(LossError, match=r"not known to be a mean over rows, and .* sees the 32 rows of a batch by 8 workers") as raised:
+        trainer_of(all_rows_at_once, layout=BY_LAYER if layout == "gathered by layer" else layout).prepare(data())
+    assert type(raised.value) is LossError and '[gradients] reduction = "compiler"' in raised.value.fix
+
+
 class Block(nnx.Module):
     def __init__(self, rngs, joins=False):
         self.up, self.down, self.joins = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, WIDTH, rngs=rngs), joins
@@ -289,6 +316,14 @@ def test_batch_statistics_of_microbatches_beside_such_a_loss_are_refused_with_a_
     with pytest.raises(LossError, match="such as BatchNorm averages over the rows of each part") as raised:
         trained(trainer_of(class_mean, lambda: Normed(), accumulate=2))
     assert "accumulate=1" in raised.value.fix and "(sum, count)" in raised.value.fix
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batch_statistics_of_microbatches_are_noted(accumulate):
+    trainer = trainer_of(PER_ROW, lambda: Normed(), mesh="data=2", accumulate=accumulate)
+    trainer.prepare(data())
+    said = [note for note in trainer.notes() if "BatchNorm averages over the 16 rows of a microbatch, not over the 32 of the batch" in note]
+    assert len(said) == accumulate - 1
 
 
 @pytest.mark.sampled(quick=2)
@@ -443,6 +478,7 @@ DRAWS = {
     "with a key for each row's number": lambda rng, rows: jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(rng, n)))(
         jnp.arange(rows)
     ),
+    "with a key for each row, one after the other": lambda rng, rows: jax.lax.map(jax.random.uniform, jax.random.split(rng, rows)),
     "of a beta distribution": lambda rng, rows: jax.random.beta(rng, 1.5, 1.0, (rows,)),
 }
 

@@ -119,6 +119,11 @@ def centred_tangents(x):
 centred_tangents.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
 
 
+def neighbours(x):
+    """Products of each entry and the next one of a row; JAX has no derivative of them."""
+    return jax.lax.reduce_window(jax.lax.stop_gradient(x), 1.0, lambda a, b: a * b, (1, 2), (1, 1), "SAME")
+
+
 def grown(count):
     """A number that a loop without data finds from another."""
     return jax.lax.while_loop(lambda at: at[0] < count, lambda at: (at[0] + 1, at[1] * 1.1), (0, 1.0))[1]
@@ -129,6 +134,17 @@ def views(x):
     both = jnp.tanh(jnp.concatenate([jnp.sin(x), jnp.cos(x)]) @ W / 9)
     first, second = jnp.split(both, 2)
     return jnp.square(first - second) + both[len(x) :] * both[: len(x)]
+
+
+def at_kinks(x):
+    """Where the derivative of a function of JAX is not that of its code: of rows, of a sum over rows, and of both."""
+
+    def zero(z):
+        return z - jax.lax.stop_gradient(z)
+
+    mean = x.mean(0)
+    of_sums = jax.nn.softplus(zero(mean)) + jax.nn.relu(zero(mean)) * jnp.cos(mean) + jax.nn.log_sigmoid(zero(mean))
+    return (jax.nn.softplus(zero(x)) * jnp.sin(x) + 5 * jax.nn.relu(zero(x)) + of_sums * x + jax.nn.relu6(zero(x * mean))).mean()
 
 
 def looked_up(x, **mode):
@@ -161,6 +177,10 @@ MEANS = {
     "a branch": (lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
     "a function of JAX with a gradient of its own": (lambda x: jax.nn.relu(x).mean(), "x"),
     "a gradient of its own, row by row": (lambda x: scaled_rows(x).mean(), "x"),
+    "a Fourier transform of each row": (lambda x: jnp.square(jnp.abs(jnp.fft.fft(x))).mean(), "x"),
+    "tiles of each row": (lambda x: (jnp.tile(x, (1, 3)) * jnp.arange(12.0)).mean(), "x"),
+    "all rows, tiled": (lambda x: jnp.tile(x, (2, 1)).mean(), "x"),
+    "products of neighbours": (lambda x: (x * neighbours(x)).mean(), "x"),
     "attention": (lambda m: attention(m, causal=True, key_mask=m > 0, soft_cap=2.0), "mask"),
     "attention with a mask for all": (lambda m: attention(m, mask=np.tri(6, dtype=bool), segment_ids=m.astype(int)), "mask"),
     "an embedding": (lambda t, x: jnp.asarray(W)[t].mean() + x.mean(), "tokens", "x"),
@@ -216,6 +236,9 @@ OTHERS = {
     "the nearest other row": (lambda x: jnp.where(jnp.eye(len(x)) > 0, -1e9, x @ x.T).max(1).mean(), "x"),
     "distances": (lambda x: jnp.sqrt(((x[:, None] - x[None]) ** 2).sum(-1) + 1e-3).mean(), "x"),
     "pairs of a class": (lambda x, y: ((x @ x.T) * (y[:, None] == y)).sum() / (y[:, None] == y).sum(), "x", "y"),
+    "functions of JAX with gradients of their own": (at_kinks, "x"),
+    "a Fourier transform of a sum": (lambda x: jnp.square(jnp.abs(jnp.fft.fft(x.sum(0)))).mean(), "x"),
+    "a Fourier transform over rows": (lambda x: jnp.square(jnp.abs(jnp.fft.fft(x, axis=0)))[1].mean(), "x"),
     "a hinge over pairs": (lambda x: jax.nn.relu(0.5 + x @ x.T - (x * x).sum(1)).mean(), "x"),
     "ranks": (lambda r: (r * jnp.argsort(jnp.argsort(r))).mean(), "reward"),
     "a median": (lambda r: jnp.median(r) ** 2, "reward"),

@@ -389,13 +389,32 @@ class Compute(Walk):
         """Return the outputs of a function of JAX, which keeps its derivative if workers share nothing in it."""
         reader = Walk(self.rows, self.others)
         found = Walk.of_jax(reader, one, other, [value._replace(array=None) for value in values])
-        local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
-        shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
-        fits = all(_shape_of(self, held.kind, *shape) == shape[1] for held, shape in zip(found, shapes, strict=True))
-        if reader.shares or not local or not fits or all(isinstance(value.kind, Fixed) for value in values):
+        by_row = any(isinstance(value.kind, PerRow) for value in values) and all(isinstance(held.kind, PerRow) for held in found)
+        if reader.shares or not by_row:
             return super().of_jax(one, other, values)
-        arrays = evaluated(other, [value.array for value in values])
+        if all(jnp.shape(value.array) == _shape(var) for value, var in zip(values, other.invars, strict=True)):
+            arrays = evaluated(other, [value.array for value in values])
+        else:  # as many rows as in the other trace, because its derivative is for arrays of those shapes
+            repeated = [self._repeated(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)]
+            on_full = zip(evaluated(one, repeated), found, one.outvars, strict=True)
+            arrays = [self._first_rows(array, held.kind, _shape(var)) for array, held, var in on_full]
         return [held._replace(array=array) for held, array in zip(found, arrays, strict=True)]
+
+    def _repeated(self, value: Held, full: Shape) -> Any:
+        """Return an array in its shape on all rows, in which this worker's rows stand again and again."""
+        if not isinstance(value.kind, PerRow):
+            return self._full(value, full)
+        dim, inner = value.kind.dim, value.kind.inner
+        split = jnp.reshape(value.array, (*full[:dim], full[dim] // (self.rows * inner), self.here, inner, *full[dim + 1 :]))
+        return jnp.reshape(jnp.take(split, np.arange(self.rows) % self.here, axis=dim + 1), full)
+
+    def _first_rows(self, array: Any, kind: Kind, full: Shape) -> Any:
+        """Return the rows of an array that `_repeated` did not add."""
+        assert isinstance(kind, PerRow)
+        split = jnp.reshape(
+            array, (*full[: kind.dim], full[kind.dim] // (self.rows * kind.inner), self.rows, kind.inner, *full[kind.dim + 1 :])
+        )
+        return jnp.reshape(lax.slice_in_dim(split, 0, self.here, axis=kind.dim + 1), _shape_of(self, kind, full, full))
 
     def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Shared]) -> list[Held]:
         """Return the outputs of a scan whose body carries these kinds, and returns others."""

@@ -26,6 +26,7 @@ from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract, format_bytes
 
+BY_COMPILER = '[gradients] reduction = "compiler"'
 STATISTICS = "the model keeps statistics that are not means over rows"
 WORKERS = "workers"  # stands for the axes over which layers average their statistics, while a loss is read
 
@@ -77,14 +78,14 @@ class Reading:
       averages: whether a module such as BatchNorm averages over workers.
       problem: why it cannot be read; "" where it can.
       statistics: whether the mean of the workers' statistics is right.
-      weights: whether what is shared depends on the weights, or only on random numbers and statistics that each part has anew.
+      weights: the first share that depends on the weights, and not only on random numbers and statistics that each part has anew.
     """
 
     mean: bool
     shares: tuple[Shared, ...] = ()
     problem: str = ""
     statistics: bool = True
-    weights: bool = True
+    weights: Shared | None = None
     row_wise: bool = True
     joining: Shared | None = None
     averages: bool = False
@@ -115,6 +116,10 @@ def describe(share: Shared) -> str:
     return f"{needed}{f' at {line}' if line else ''}"
 
 
+class FullBatchError(LossError):
+    """A step cannot compute the loss in parts, and could if XLA placed the collectives. Users see a `LossError`."""
+
+
 def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alone: bool, by_layer: bool) -> None:
     """Check that a step that sees rows in parts can compute the loss of the batch.
 
@@ -123,7 +128,7 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
       by_layer: whether the layout computes layers in a way of its own, each worker with its rows.
 
     Raises:
-      LossError: it cannot. The fix is the smallest change with which it can.
+      LossError: it cannot. The fix is the smallest change with which it can; a `FullBatchError` if that is to let XLA see all rows.
     """
     why = _refusal(reading, parts, alone, by_layer)
     if not why:
@@ -131,7 +136,7 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     changes = {
         "accumulate=1": {"microbatches": 1},
         '[pipeline] schedule = "gpipe"': {"ticks": False},
-        '[gradients] reduction = "compiler"': {"workers": 1, "simulated": 1},
+        BY_COMPILER: {"workers": 1, "simulated": 1},
     }
     sets = [chosen for count in range(1, len(changes) + 1) for chosen in itertools.combinations(changes, count)]
 
@@ -140,7 +145,8 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
         manual = changed.workers * changed.simulated > 1
         return changed != parts and not (changed.several and _refusal(reading, changed, alone and manual, by_layer and manual))
 
-    fix = " and ".join(next(chosen for chosen in sets if mends(chosen)))
+    smallest = next(chosen for chosen in sets if mends(chosen))
+    fix = " and ".join(smallest)
     in_turn = ", one after the other" if parts.of_position and not reading.problem and not parts.ticks else ""
     seen = f"a step under {source} sees the {rows} rows of a batch {parts}{in_turn}"
     if why == STATISTICS:
@@ -148,7 +154,7 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     ways = "one value per row that depends on no other row. Where the loss of a part is what you want: loss=spmd.losses.of_parts(loss)."
     because = f": {reading.problem}" if reading.problem else "."
     fix = f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, or {ways}"
-    raise LossError(f"{why}, and {seen}{because}", fix=fix)
+    raise (FullBatchError if smallest == (BY_COMPILER,) else LossError)(f"{why}, and {seen}{because}", fix=fix)
 
 
 def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str:
@@ -161,7 +167,7 @@ def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str
         return "the loss is not a mean over rows"
     if parts.of_position and reading.trained:
         what = "the weights" if reading.weights else "random numbers, or on statistics, that each part has anew"
-        return f"the loss joins rows with {describe(reading.trained[0])}, which depends on {what}"
+        return f"the loss joins rows with {describe(reading.weights or reading.trained[0])}, which depends on {what}"
     nested = next((share for share in reading.shares if share.nested), None)
     if parts.of_position and nested is not None:
         return f"the loss joins rows with {describe(nested)}, in a loop or a branch"
@@ -238,10 +244,10 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
     value, extra, stats = jax.tree.map(lambda leaf: (next(kinds), leaf.shape, leaf.dtype), outputs[0])
     statistics = all(_is_same(leaf) for leaf in jax.tree.leaves(stats, is_leaf=_is_output))
     mean = statistics and _is_mean(value) and all(map(_is_mean, extra.values()))
-    weights = True
+    weights = None
     if parts.of_position and any(share.trained for share in shares):
         of_weights = read_loss(*traces, held_inputs(variables, sample), rows, others)[1]
-        weights = any(share.trained for share in of_weights)
+        weights = next((share for share in of_weights if share.trained), None)
     of_layers = [share for share in shares if share.how in ("layers", "statistics")]
     return Reading(
         mean,
@@ -268,7 +274,7 @@ def held_inputs(variables: Variables, sample: Tree, *, draws: bool = False, stat
         stats=jax.tree.map(lambda _: Held(Fixed(), stats), variables.stats),
         rngs=jax.tree.map(lambda _: Held(KEY, draws), variables.rngs),
     )
-    batch = jax.tree.map(lambda _: Held(PerRow(0)), sample)
+    batch = [Held(PerRow(0))] * len(jax.tree.leaves(sample))
     return jax.tree.leaves((kinds, batch, Held(KEY, draws)), is_leaf=lambda leaf: isinstance(leaf, Held))
 
 

@@ -169,6 +169,25 @@ def _all_rows(sizes: Sizes, value: PerRow, first: int, second: int) -> bool:
     return first % (sizes.rows * value.inner) == 0 and first * sizes.others == second * sizes.rows
 
 
+def _transformed(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """`fft`: of the last dims, and linear."""
+    del sizes
+    value, dims = _without_number(values[0]), one.invars[0].aval.ndim
+    touched = set(range(dims - len(one.params["fft_lengths"]), dims))
+    if isinstance(value, PerRow):
+        return None if value.dim in touched else value
+    if isinstance(value, Fixed):
+        same = one.outvars[0].aval.shape == other.outvars[0].aval.shape
+        return dataclasses.replace(with_power(value, 0 if same and value.power == 0 else None), uniform=frozenset(value.uniform - touched))
+    return value
+
+
+def _tiled(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
+    """`tile`: repeated rows follow one another, as those of several arrays."""
+    del sizes, one, other
+    return _without_number(values[0])
+
+
 def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     """`slice`, `pad`, `dynamic_slice`, `rev`, windows: dims whose size is kept and that are not reversed are not touched."""
     old, new = one.invars[0].aval.shape, one.outvars[0].aval.shape
@@ -404,7 +423,10 @@ RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
     "psum": _psum,
     "stack": _stack,
     "dynamic_update_slice": _update,
+    "fft": _transformed,
+    "tile": _tiled,
     **dict.fromkeys(("slice", "pad", "dynamic_slice", "rev", "reduce_window_max", "reduce_window_sum", "reduce_window_min"), _sliced),
+    "reduce_window": _sliced,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "split"), _along),
     "concatenate": _concatenate,
     **dict.fromkeys(

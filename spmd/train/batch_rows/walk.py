@@ -30,6 +30,7 @@ MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 JAX = str(Path(jax.__file__).parent)
+KEY_BYTES = 8
 CHUNKED = chunked_cross_entropy.__file__
 ATTENTION = scoring.__file__
 SIZED = (
@@ -324,6 +325,8 @@ class Walk(Sizes):
 
     def of_jax(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of a function of JAX that has a derivative of its own, such as relu."""
+        if not any(isinstance(value.kind, PerRow) for value in values):
+            return self.operation(one, other, values)
         return self.closed(_inner(one), _inner(other), values)
 
     def scan(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
@@ -386,7 +389,7 @@ class Walk(Sizes):
             return value
         aval = variables[0].aval
         how = "sum" if isinstance(value.kind, Summed) else "rows"
-        self.shares.append(Shared(how, value.trained, aval.size * aval.dtype.itemsize, one))
+        self.shares.append(Shared(how, value.trained, _bytes(aval), one))
         return Held(kind, value.trained)
 
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
@@ -396,7 +399,7 @@ class Walk(Sizes):
             self.shares.append(Shared("averages", trained, 0, one))
         if one.primitive.name in OVER_ROWS and isinstance(values[0].kind, PerRow) and isinstance(kinds[0], Fixed):
             aval = one.outvars[0].aval
-            self.shares.append(Shared(OVER_ROWS[one.primitive.name], trained, aval.size * aval.dtype.itemsize, one))
+            self.shares.append(Shared(OVER_ROWS[one.primitive.name], trained, _bytes(aval), one))
         return [Held(kind, trained) for kind in kinds]
 
 
@@ -431,6 +434,11 @@ def _closed(value: Any) -> bool:
 def _inner(equation: Any) -> Any:
     """Return the jaxpr that an equation calls."""
     return next(equation.params[key] for key in INNER if hasattr(equation.params.get(key), "eqns"))
+
+
+def _bytes(aval: Any) -> int:
+    """Return the size of an array; of keys, that of two words for each, also where `spmd.rng` keeps a third one beside them."""
+    return aval.size * (KEY_BYTES if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize)
 
 
 def defined_in(equation: Any) -> str:
