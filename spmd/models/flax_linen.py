@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import linen
 from flax.core import DenyList, lift, unfreeze
+from flax.errors import ModifyScopeVariableError
 from flax.linen.transforms import lift_direct_transform
 
 from spmd.errors import ModelError, Problem, join_names, raise_problems, short_repr
@@ -343,7 +344,12 @@ class LinenCall(_LinenHandle):
         module, kwargs = self._prepared(args, kwargs, method, training=call.training)
         with linen.intercept_methods(_interceptor(call, self._seen)):
             if not call.training:
-                return module.apply(variables, *args, rngs=rngs, method=method, mutable=list(named), **kwargs)
+                try:
+                    return module.apply(variables, *args, rngs=rngs, method=method, mutable=list(named), **kwargs)
+                except ModifyScopeVariableError as error:
+                    what = str(error).partition(" (http")[0].rstrip(".")
+                    fix = "change it in training only, as BatchNorm(use_running_average=not train) does, `train` being an argument."
+                    raise ModelError(f"the linen module changes its statistics in evaluation: {what}.", fix=fix) from error
             key = jax.random.fold_in(call.key, self._calls)
             self._calls += 1  # a loss that calls the model twice draws twice
             # Flax gives "params" in place of a stream that it does not have, and lifted transforms split streams by name.

@@ -82,38 +82,46 @@ def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], pos
         is_bool = isinstance(parameter.default, bool) or parameter.annotation in BOOLS
         if parameter.name in SWITCHES or not is_bool:
             continue
-        on, off = _effects(run({parameter.name: True}), run({parameter.name: False}))
-        words = [WORDS[word] for word in parameter.name.lower().split("_") if word in WORDS]
+        name = parameter.name
+        calls: list[dict[str, bool]] = [{name: True}, {name: False}, *([{}] if parameter.default is None else [])]
+        on, off, *by_default = _effects(*map(run, calls))
+        if on != off and by_default == [max(on, off, key=len)]:
+            continue  # None, and then what training needs: the module lets it follow another switch
+        words = [WORDS[word] for word in name.lower().split("_") if word in WORDS]
         if parameter.default is parameter.empty or words or on != off:
             in_training = len(on) > len(off) if on != off else words[0] if words else True
             raise _unknown_switch(function, parameter, in_training, sorted(on ^ off))
 
 
-def _effects(on: tuple[Record, set[str]] | None, off: tuple[Record, set[str]] | None) -> list[set[str]]:
-    """What each of two calls does besides computing outputs, in words; nothing, if one of them raises.
+def _effects(*calls: tuple[Record, set[str]] | None) -> list[set[str]]:
+    """What each call does besides computing outputs, in words; nothing, if one of them raises.
 
-    A variable that only one of them has is no statistic of training, such as a cache for decoding.
+    A variable that only some of them have is no statistic of training, such as a cache for decoding.
     """
-    if on is None or off is None:
-        return [set(), set()]
-    both = on[1] & off[1]
-    effects = []
-    for record, _ in (on, off):
-        effects.append({f'draws from "{name}"' for name in record.streams} | {f"changes {path}" for path in record.writes & both})
-    return effects
+    known = [call for call in calls if call is not None]
+    if len(known) < len(calls):
+        return [set() for _ in calls]
+    common = set.intersection(*(paths for _, paths in known))
+    return [
+        {f'draws from "{name}"' for name in record.streams} | {f"changes {path}" for path in record.writes & common} for record, _ in known
+    ]
 
 
 def _unknown_switch(function: Callable[..., Any], parameter: inspect.Parameter, in_training: bool, effects: list[str]) -> ModelError:
     name, default = parameter.name, parameter.default
     kind, _, method = function.__qualname__.rpartition("<locals>.")[2].rpartition(".")
-    given = "and has no default" if default is parameter.empty else f"and is {default} in training as in evaluation"
+    left = "and has no default" if default is parameter.empty else f"and is {default} in training as in evaluation"
     seen = f" Only with {name}={in_training} the call {join_names(effects, most=3)}." if effects else ""
-    why = f'{kind}.{method} has an argument "{name}" that may switch training, which nothing gives, {given}.{seen}'
+    why = f'{kind}.{method} has an argument "{name}" that may switch training, which nothing gives, {left}.{seen}'
+    own = next((known for known in inspect.signature(function).parameters if known in SWITCHES), None)
+    switch = own or "train"
+    given = f"{switch}={switch}, " if own else ""
+    value = switch if in_training == SWITCHES[switch] else f"not {switch}"
     lines = [
         f"a subclass with an argument that is known ({', '.join(SWITCHES)}); its parameters have the same names:",
         f"        class Switched{kind}({kind}):",
-        f"            def {method}(self, *args, train: bool, **kwargs):",
-        f"                return super().{method}(*args, {name}={'train' if in_training else 'not train'}, **kwargs)",
+        f"            def {method}(self, *args, {switch}: bool, **kwargs):",
+        f"                return super().{method}(*args, {given}{name}={value}, **kwargs)",
         f"    or, if it switches something else, {name}=... in the loss's call of the model, or in this subclass.",
     ]
     return ModelError(why, fix="\n".join(lines))

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd import checksummed_files
 from spmd.checksummed_files import DamagedFileError
-from spmd.errors import printable
+from spmd.errors import first_line, printable
 from spmd.program_cache.activate import active_folder
 from spmd.program_cache.counts import compilations
 from spmd.program_cache.entries import RECORDS, make_private, on_miss, was_removed
@@ -45,10 +45,16 @@ def watch(
     """
     folder, thread, found, before = active_folder(), threading.get_ident(), Watch(), compilations()
     new: dict[str, Mapping[str, str]] = {}
+    asked = threading.Event()  # JAX looks for an entry once more before it writes it
 
     def missed(key: str) -> None:
-        if not new and threading.get_ident() == thread and key.rpartition("-")[0] == module:
-            new.update(facts=facts(), code=code())
+        if not asked.is_set() and threading.get_ident() == thread and key.rpartition("-")[0] == module:
+            asked.set()
+            try:
+                new.update(facts=facts(), code=code())
+            except Exception as error:  # such as a class in a batch that checks its fields: the program itself is kept all the same
+                logging.getLogger("spmd").warning("compiling %s: not in the cache; why is not known: %s.", name, first_line(error))
+                return
             if why := _why(_read(path), new):
                 logging.getLogger("spmd").warning("compiling %s: not in the cache, because %s.", name, why)
 

@@ -128,6 +128,22 @@ def test_evaluation_returns_what_is_sown():
     np.testing.assert_allclose(ours, with_balance(out, sown, BATCHES[1]).mean(), rtol=1e-5)
 
 
+def test_statistics_that_evaluation_would_change_are_refused_with_a_fix_that_works():
+    class Normed(linen.Module):
+        @linen.compact
+        def __call__(self, x, train: bool = True, given: bool = False):
+            return linen.Dense(2)(linen.BatchNorm(use_running_average=not train if given else False)(x))
+
+    def evaluated(loss):
+        trainer = trainer_of(Normed(), loss)
+        return trainer.evaluate(trainer.init(BATCHES[0]), BATCHES[1], batch_size=ROWS)
+
+    with pytest.raises(ModelError, match=r'changes its statistics in evaluation: .*"mean" in "/BatchNorm_0"') as raised:
+        evaluated(lambda model, batch: squares(model(batch["x"]), batch))
+    assert "BatchNorm(use_running_average=not train)" in raised.value.fix
+    assert np.isfinite(evaluated(lambda model, batch: squares(model(batch["x"], given=True), batch))["loss"])
+
+
 def test_mutable_must_be_names():
     text = refused(Sows(), lambda model, batch: squares(model(batch["x"], mutable=True)[0], batch))
     assert text.startswith("model(..., mutable=True).") and 'fix: the names of collections, such as mutable=["losses"]' in text

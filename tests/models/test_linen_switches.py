@@ -175,9 +175,33 @@ class Quiet(linen.Module):
         return linen.Dense(2)(linen.Dropout(0.5, deterministic=not mode)(x))
 
 
+class Beside(linen.Module):
+    """A switch beside a known one."""
+
+    @linen.compact
+    def __call__(self, x, deterministic, mode=False):
+        return linen.Dense(2)(linen.Dropout(0.5, deterministic=deterministic or not mode)(x))
+
+
+class Follows(linen.Module):
+    """A switch that follows a known one where it is left out."""
+
+    @linen.compact
+    def __call__(self, x, train, update: bool | None = None):
+        x = linen.BatchNorm(use_running_average=not (train if update is None else update), momentum=0.5)(linen.Dense(8)(x))
+        return linen.Dense(2)(linen.Dropout(0.5, deterministic=not train)(x))
+
+
+def test_switch_that_follows_another_is_no_error():
+    module = Follows()
+    switches = ({"train": True}, {"train": False})
+    variables = module.init(jax.random.key(0), batches()[0]["x"], **switches[1])
+    check_trained(module.bind(variables), plainly(module, module, variables, switches))
+
+
 @pytest.mark.parametrize(
     "kind, name, in_training",
-    [(Unknown, "inference", False), (Required, "stochastic", True), (Quiet, "mode", True)],
+    [(Unknown, "inference", False), (Required, "stochastic", True), (Quiet, "mode", True), (Beside, "mode", True)],
 )
 def test_unknown_switch_is_named_with_a_fix_that_works(kind, name, in_training):
     with pytest.raises(ModelError) as raised:
@@ -190,6 +214,8 @@ def test_unknown_switch_is_named_with_a_fix_that_works(kind, name, in_training):
     exec("\n".join(line[8:] for line in lines.splitlines()), scope)
     fixed, module = scope[f"Switched{kind.__name__}"](), kind()
     training, evaluating = {name: in_training}, {name: not in_training}
+    if kind is Beside:
+        training, evaluating = training | {"deterministic": False}, evaluating | {"deterministic": True}
     variables = module.init(jax.random.key(0), batches()[0]["x"], **evaluating)
     check_trained(fixed.bind(variables), plainly(module, module, variables, (training, evaluating)))
 

@@ -360,6 +360,21 @@ def test_miss_is_explained_by_the_nearest_record(jax_cache, tmp_path, caplog):
     assert said(caplog) == []  # another program
 
 
+def test_facts_that_cannot_be_read_lose_no_program(jax_cache, tmp_path, caplog):
+    """Such as those of a batch whose class checks its fields."""
+
+    def raises():
+        raise TypeError("x is to be an array")
+
+    use_folder(tmp_path / "programs")
+    for _ in range(2):
+        with watch("the step", "jit__lambda", raises, dict, records=True):
+            add(17.5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling the step: not in the cache; why is not known: TypeError: x is to be an array."
+    ]
+
+
 @pytest.mark.parametrize("content", [b"", b"{", json.dumps([{"facts": {}}, 3]).encode(), b"[[]]"])
 def test_unreadable_records_are_ignored(jax_cache, tmp_path, caplog, content):
     use_folder(tmp_path / "programs")
