@@ -227,6 +227,9 @@ def _ropes(keys: ConfigKeys, family: Family, head_dim: int) -> tuple[Rope, ...]:
     keys.used |= {"rope_parameters", "rope_scaling"}
     key = "rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling"
     said = keys.config.get(key) or {}
+    older = keys.config.get("rope_scaling") or said
+    if isinstance(said, Mapping) and isinstance(older, Mapping) and _scaling(older) != _scaling(said):
+        keys.wrong("rope_scaling", "rope_parameters says something else, and transformers lets this one win: wanted one of them")
     if not isinstance(said, Mapping):
         keys.wrong(key, "wanted a table")
         return (Rope.of(theta, head_dim),)
@@ -238,6 +241,12 @@ def _ropes(keys: ConfigKeys, family: Family, head_dim: int) -> tuple[Rope, ...]:
     if said.keys() - bases.keys():
         keys.wrong(key, f"wanted {' and '.join(bases)}, a table each")
     return tuple(_rope(keys, key, said.get(name) or {}, base, length, head_dim) for name, base in bases.items())
+
+
+def _scaling(table: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table says besides the base, by today's names."""
+    said = {name: value for name, value in table.items() if value is not None and name != "rope_theta"}
+    return {"rope_type": said.pop("type", "default"), **said}
 
 
 def _rope(keys: ConfigKeys, key: str, said: Mapping[str, Any], theta: float, length: int | None, head_dim: int) -> Rope:

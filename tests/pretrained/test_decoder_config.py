@@ -105,6 +105,9 @@ def test_old_and_new_files_say_the_same():
         local = {"rope_type": "default", "rope_theta": 10000.0}
         new["rope_parameters"] = {"full_attention": both, "sliding_attention": local} if name == "gemma-3-1b" else both
         assert DecoderConfig.from_config(new) == DecoderConfig.from_config(old)
+        if name == "Llama-3.1-8B":
+            older = {"type" if key == "rope_type" else key: value for key, value in LLAMA3.items()}
+            assert DecoderConfig.from_config(new | {"rope_scaling": older}) == DecoderConfig.from_config(old), "said twice, alike"
         without = DecoderConfig.from_config({**old, "rope_scaling": None})
         assert without.ropes[0] != DecoderConfig.from_config(old).ropes[0] and without.ropes[1:] == DecoderConfig.from_config(old).ropes[1:]
 
@@ -128,6 +131,11 @@ WRONG = {
     "odd_head_dim": {"model_type": "qwen3", **SMALL, "head_dim": 7},
     "dynamic_positions": {"model_type": "llama", **SMALL, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "scaling_without_its_numbers": {"model_type": "llama", **SMALL, "rope_scaling": {"rope_type": "llama3", "factor": "8", "low": 1}},
+    "two_scalings": {
+        **{"model_type": "llama", **SMALL},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": LLAMA3,
+    },
     "missing_sizes": {"model_type": "mistral", "hidden_size": 32},
     "everything_at_once": {
         **{"model_type": "llama", **SMALL, "vocab_size": -1, "tie_word_embeddings": "yes", "quantization_config": {"bits": 4}},
