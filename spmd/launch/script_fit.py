@@ -1,7 +1,6 @@
 """Runs a script up to its first call of `spmd.fit`, in whose place something else is done."""
 
 import contextlib
-import functools
 import inspect
 import os
 import runpy
@@ -54,15 +53,18 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
             outcome.append(lambda: result)
         raise _FitCalled
 
-    def step(name: str, *args: Any, **options: Any) -> Any:
-        del args, options
-        why = f"{script} calls Trainer.{name}, in a custom training loop, before it called spmd.fit, so there is nothing to {to}."
-        outcome.append(_raising(OptionError(why, fix=fix)))
-        raise _FitCalled
+    def refuse(name: str) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            del args, options
+            why = f"{script} calls Trainer.{name}, in a custom training loop, before it called spmd.fit, so there is nothing to {to}."
+            outcome.append(_raising(OptionError(why, fix=fix)))
+            raise _FitCalled
+
+        return step
 
     for name in ("step", "steps"):
         steps.callback(setattr, Trainer, name, getattr(Trainer, name))
-        setattr(Trainer, name, functools.partial(step, name))
+        setattr(Trainer, name, refuse(name))
     sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:
