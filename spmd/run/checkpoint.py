@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -134,6 +135,19 @@ _nothing_to_write = futures.Future[Any]()
 _nothing_to_write.set_result(None)
 
 
+def _daemon_executor() -> futures.ThreadPoolExecutor:
+    """An executor for saves, with one thread: a daemon, and so are those that Orbax starts in it.
+
+    After a failed save they wait for minutes for one another, and a process ends only when all its other threads have. A save that goes
+    well is waited for: Python waits for what executors do.
+    """
+    executor = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
+    starts = threading.Thread(target=executor.submit, args=(int,), daemon=True)  # a thread is a daemon if the one that starts it is
+    starts.start()
+    starts.join()
+    return executor
+
+
 def _check_name(folder: Path) -> None:
     """Refuse a path that is read as a pattern where Orbax looks for the arrays that it has just written: it finds none, without an error.
 
@@ -181,7 +195,7 @@ class CheckpointStore(CheckpointReader):
         self._copies: dict[int, State] = {}  # at most one, by step: made, but not handed to the thread yet
         self._bytes = 0  # size of a state, once one is saved
         self.write_seconds = 0.0  # how long the last checkpoint took to be written; 0 before the first
-        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
+        self._thread = _daemon_executor()
         try:
             self._saved = self.latest()
         except BaseException:
@@ -281,7 +295,7 @@ class CheckpointStore(CheckpointReader):
             self.copy(state, step)
             self._written = self._thread.submit(self._write_copy, [self._copies.pop(step)], step, meta, metrics)
         else:
-            self._write(state, step, meta, metrics)
+            self._thread.submit(self._write, state, step, meta, metrics).result()
             self._written = self._thread.submit(self._finish)
         self._written.add_done_callback(lambda _: setattr(self, "write_seconds", time.monotonic() - began))
         self._saved = step

@@ -2,10 +2,14 @@
 
 import dataclasses
 import gc
+import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from concurrent import futures
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -22,26 +26,36 @@ from spmd.run.checkpoint import CheckpointStore
 from spmd.run.evaluate_and_save import Evaluator
 from spmd.run.step_metrics import StepMetrics
 from spmd.train.state import State
+from tests.processes import ROOT, environment
 
 COPIED, WAITED_FOR = True, False
 
 
 @pytest.fixture
-def threads(monkeypatch):
-    """The names of the threads that hand a state to Orbax."""
-    thread_names, write = [], CheckpointStore._write
+def copied(monkeypatch):
+    """Of each state that is handed to Orbax: whether it is a copy."""
+    seen, write, write_copy = [], CheckpointStore._write, CheckpointStore._write_copy
 
     def noted(self, *given):
-        thread_names.append(threading.current_thread().name)
+        seen.append(threading.current_thread().name == "a copy")
         return write(self, *given)
 
+    def named(self, *given):
+        thread = threading.current_thread()
+        thread.name, before = "a copy", thread.name
+        try:
+            return write_copy(self, *given)
+        finally:
+            thread.name = before
+
     monkeypatch.setattr(CheckpointStore, "_write", noted)
-    return thread_names
+    monkeypatch.setattr(CheckpointStore, "_write_copy", named)
+    return seen
 
 
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("room", [COPIED, WAITED_FOR], ids=["copied", "waited for"])
-def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, threads, monkeypatch):
+def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, copied, monkeypatch):
     """Steps donate the state that is being saved; each checkpoint holds the state of its own step, whichever thread hands it over."""
     if not room:
         monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: False)
@@ -58,8 +72,7 @@ def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, threads, monkeyp
         assert same(state.params, seen[step])
     store.close()
     assert not same(seen[1], seen[2])
-    assert len(threads) == int(run.state.step)
-    assert {name.startswith("spmd save") for name in threads} == {room}
+    assert copied == [room] * int(run.state.step)
 
 
 def test_failure_of_the_save_thread_is_raised_by_the_next_save(tmp_path, monkeypatch):
@@ -69,6 +82,52 @@ def test_failure_of_the_save_thread_is_raised_by_the_next_save(tmp_path, monkeyp
         fit(steps=5, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir()]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
+
+
+FAILING = """
+import errno, os, sys, time
+from tests.run.small import fit
+import spmd
+
+make = os.mkdir
+
+def refuse(path, *args, **options):
+    if "state.orbax-checkpoint-tmp" in str(path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    return make(path, *args, **options)
+
+os.mkdir = refuse
+try:
+    fit(steps=4, checkpoint=spmd.Checkpoint(sys.argv[1], every=2))
+finally:
+    print("ended", time.time(), flush=True)
+"""
+
+
+@pytest.mark.system
+def test_process_ends_soon_after_a_failed_save(tmp_path):
+    """The threads that Orbax starts would wait for one another for five minutes."""
+    command = [sys.executable, "-c", FAILING, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT)
+    took = time.time() - float(done.stdout.split()[-1])
+    assert done.returncode and "CheckpointError: a checkpoint could not be written to" in done.stderr
+    assert took < 10
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*", "what?", "back\\slash"])
+def test_folder_that_orbax_reads_as_a_pattern_is_refused(name, tmp_path):
+    with pytest.raises(CheckpointError, match=r"could not be read again") as raised:
+        fit(steps=1, checkpoint=tmp_path / name / "run")
+    other = re.search('such as "(.*)" in place of', raised.value.fix)[1]
+    assert int(fit(steps=1, checkpoint=Path(other) / "run").trainer.restore(Path(other) / "run").step) == 1
+
+
+def test_arrays_that_were_not_merged_are_a_failed_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MERGED", "no-such-file")
+    with pytest.raises(
+        CheckpointError, match="the arrays of step 1 were written, and not merged"
+    ):
+        fit(steps=1, checkpoint=tmp_path)
 
 
 def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypatch):
@@ -88,12 +147,12 @@ def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypat
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
 
 
-def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch):
+def test_where_there_was_room_once_there_is_room(tmp_path, copied, monkeypatch):
     """A copy lifts the peak that is asked for: one answer, the first, holds for all saves."""
     asked = []
     monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: not asked.append(None) and len(asked) == 1)
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2))
-    assert len(asked) == 1 and len(threads) == 3 and all(name.startswith("spmd save") for name in threads)
+    assert len(asked) == 1 and copied == [True] * 3
 
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
