@@ -48,6 +48,21 @@ def write(path: Path, content: bytes, *, durable: bool = True) -> None:
         os.close(folder)
 
 
+def write_at(file: int, content: bytes, offset: int, path: Path) -> None:
+    """Write all of some bytes into an open file, from an offset on: a disk that is almost full takes a part of them, without an error.
+
+    Raises:
+      OSError: they cannot all be written; it names `path`.
+    """
+    view = memoryview(content)
+    try:
+        while view:
+            count = os.pwrite(file, view, offset)
+            view, offset = view[count:], offset + count
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def read(path: Path) -> bytes | None:
     """The content that `write` wrote; None if there is no such file.
 

@@ -34,7 +34,7 @@ def nodes_of(name):
 
 ROOMS = {"callbacks.py", "loggers.py", "losses.py", "metrics.py", "optimizers.py"}  # they only give rooms below a public name
 LEVELS = [
-    {"errors.py", "tree.py", "rng.py", "checksummed_files.py", "xla.py", "jaxpr.py", "deprecated.py", "specs.py"},
+    {"errors.py", "tree.py", "rng.py", "checksummed_files.py", "xla.py", "jaxpr.py", "deprecated.py", "specs.py", "ranking.py"},
     {"user_paths.py", "render", "path_match.py", "fields.py", "explicit_arrays.py", "tracebacks.py"},
     {"wire", "program_cache"},
     {"mesh.py", "models", "layout"},
@@ -191,6 +191,29 @@ def test_regions_by_device_are_made_in_one_file():
 def test_no_assert_statements():
     asserts = [f"{name}:{node.lineno}" for name in FILES for node in nodes_of(name) if isinstance(node, ast.Assert)]
     assert not asserts, f"assert, which -O removes and which says nothing to a user: {asserts}"
+
+
+SHORT = {  # writes of a few bytes into pipes, which take all or none of so little, and to the terminal
+    "planner/compile_client.py",
+    "planner/compile_server.py",
+    "distributed/watchdog.py",
+    "run/signals.py",
+    "launch/notebook_worker.py",
+}
+
+
+def test_unbuffered_writes_are_complete():
+    """`os.write` and files without a buffer write a part of the bytes where a disk is almost full, without an error."""
+    partial = set()
+    for name in FILES:
+        ignored = [node.value for node in nodes_of(name) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+        if any(ast.unparse(call.func) in ("os.write", "os.pwrite") for call in ignored):
+            partial.add(name)
+        for call in (node for node in nodes_of(name) if isinstance(node, ast.Call)):
+            unbuffered = any(word.arg == "buffering" and ast.unparse(word.value) == "0" for word in call.keywords)
+            if unbuffered and "'rb'" not in map(ast.unparse, call.args):
+                partial.add(name)
+    assert partial == SHORT, "write_at of spmd/checksummed_files.py writes all of the bytes"
 
 
 def test_every_public_name_is_documented():

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.checksummed_files import write_at
 from spmd.errors import OptionError
 from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
@@ -212,18 +213,26 @@ class _File:
                     keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right"))
             if not keep:
                 path.rename(path.with_name(f"history-before-{after + 1}.bin"))
-        self._stream = path.open("r+b" if keep else "wb", buffering=0)
+        self._path, self._stream, self._end = path, path.open("r+b" if keep else "wb"), keep
         self._stream.truncate(keep)
-        self._stream.seek(keep)
         if not keep:
-            self._stream.write(header)
+            self._append(header)
 
     def write(self, rows: np.ndarray) -> None:
         """Append the rows that are newer than the file."""
         rows = rows[np.searchsorted(rows["step"], self._newest, "right") :]
         if len(rows):
-            self._stream.write(rows.tobytes())
+            self._append(rows.tobytes())
             self._newest = int(rows["step"][-1])
+
+    def _append(self, content: bytes) -> None:
+        """Append bytes; after an error the next ones replace what was written of these.
+
+        Raises:
+          OSError: they cannot all be written.
+        """
+        write_at(self._stream.fileno(), content, self._end, self._path)
+        self._end += len(content)
 
     def close(self) -> None:
         """Close the file."""
@@ -231,7 +240,11 @@ class _File:
 
 
 def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
-    """Names of metrics, names of constants, and rows; an incomplete last row is left out."""
+    """Names of metrics, names of constants, and rows; an incomplete last row is left out.
+
+    Raises:
+      OptionError: there is no such file, or it is damaged.
+    """
     if not path.is_file():
         raise OptionError(f"there is no file {path}.", fix="give the folder of a run: fit(checkpoint=folder).")
     content = path.read_bytes()
@@ -243,4 +256,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
         fix = "read metrics.jsonl in the same folder."
         raise OptionError(f"{path} is damaged: it does not begin with names of metrics.", fix=fix) from None
     row = _row(len(names), len(known))
-    return names, known, np.frombuffer(rest[: len(rest) // row.itemsize * row.itemsize], row)
+    rows = np.frombuffer(rest[: len(rest) // row.itemsize * row.itemsize], row)
+    if (rows["step"][1:] <= rows["step"][:-1]).any():
+        raise OptionError(f"{path} is damaged: its steps do not rise from row to row.", fix="read metrics.jsonl in the same folder.")
+    return names, known, rows

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from spmd.checksummed_files import write_at
 from spmd.errors import CheckpointError, printable
 from spmd.run.manifest import open_regular
 from spmd.user_paths import wrap_os_errors
@@ -143,7 +144,7 @@ class FolderOwnership:
 
     def _write(self, file: int) -> None:
         text = json.dumps(dataclasses.asdict(dataclasses.replace(self._me, beat=self._beats))).encode()
-        os.pwrite(file, text, 0)  # in place, since other processes wait for the lock of this inode
+        write_at(file, text, 0, self._path)  # in place, since other processes wait for the lock of this inode
         os.ftruncate(file, len(text))
 
     @contextlib.contextmanager

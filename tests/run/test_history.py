@@ -1,5 +1,7 @@
 """The history of a long run: bounded in memory, exact, and complete in the run's folder."""
 
+import errno
+import os
 import pickle
 import weakref
 
@@ -116,6 +118,43 @@ def test_history_file_of_other_metrics_is_put_aside(tmp_path):
     fit(steps=6, checkpoint=tmp_path, resume=True, metrics={"error": spmd.metrics.mean_absolute_error}, progress=False)
     assert [row["step"] for row in History.read(tmp_path).rows()] == [5, 6] and "error" in History.read(tmp_path)
     assert (tmp_path / "history-before-5.bin").exists()
+
+
+def test_history_file_after_a_write_in_part(tmp_path, monkeypatch):
+    """A disk takes a part of the rows and then none; there is room again later, and every row is right."""
+    room, write = [100], os.pwrite
+
+    def part(file, content, offset):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = min(len(content), room[0])
+        room[0] -= count
+        return write(file, content[:count], offset)
+
+    history = History(("loss",))
+    history.write_to(tmp_path, 0)
+    monkeypatch.setattr(os, "pwrite", part)
+    history.add_steps(1, np.arange(20, dtype=np.float32).reshape(10, 2, 1))
+    with pytest.raises(OSError, match=r"No space left on device: '.*history\.bin'"):
+        history.flush()
+    assert len(History.read(tmp_path)) < 10
+    room[0] = 10**6
+    history.add_steps(11, np.arange(20, dtype=np.float32).reshape(10, 2, 1))
+    history.close()
+    assert list(History.read(tmp_path).rows()) == list(history.rows())
+
+
+def test_rows_that_are_not_in_the_order_of_steps_are_refused(tmp_path):
+    history = History(("loss",))
+    history.write_to(tmp_path, 0)
+    history.add_steps(1, np.ones((10, 2, 1), np.float32))
+    history.close()
+    path = tmp_path / module.FILE
+    size = module._row(1, 0).itemsize
+    content = path.read_bytes()
+    path.write_bytes(content[: -4 * size] + content[-4 * size + 3 :])  # as after a short write
+    with pytest.raises(OptionError, match="is damaged: its steps do not rise"):
+        History.read(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]\n", b"\xff\x00"])

@@ -124,9 +124,7 @@ def test_folder_that_orbax_reads_as_a_pattern_is_refused(name, tmp_path):
 
 def test_arrays_that_were_not_merged_are_a_failed_save(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "MERGED", "no-such-file")
-    with pytest.raises(
-        CheckpointError, match="the arrays of step 1 were written, and not merged"
-    ):
+    with pytest.raises(CheckpointError, match="the arrays of step 1 were written, and not merged"):
         fit(steps=1, checkpoint=tmp_path)
 
 

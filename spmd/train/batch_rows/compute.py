@@ -9,7 +9,7 @@ number. What `walk` finds that workers have to share is summed, or gathered, her
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -397,7 +397,7 @@ class Compute(Walk):
         else:  # as many rows as in the other trace, because its derivative is for arrays of those shapes
             repeated = [self._repeated(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)]
             on_full = zip(evaluated(one, repeated), found, one.outvars, strict=True)
-            arrays = [self._first_rows(array, held.kind, _shape(var)) for array, held, var in on_full]
+            arrays = [self._first_rows(array, cast(PerRow, held.kind), _shape(var)) for array, held, var in on_full]
         return [held._replace(array=array) for held, array in zip(found, arrays, strict=True)]
 
     def _repeated(self, value: Held, full: Shape) -> Any:
@@ -408,9 +408,8 @@ class Compute(Walk):
         split = jnp.reshape(value.array, (*full[:dim], full[dim] // (self.rows * inner), self.here, inner, *full[dim + 1 :]))
         return jnp.reshape(jnp.take(split, np.arange(self.rows) % self.here, axis=dim + 1), full)
 
-    def _first_rows(self, array: Any, kind: Kind, full: Shape) -> Any:
+    def _first_rows(self, array: Any, kind: PerRow, full: Shape) -> Any:
         """Return the rows of an array that `_repeated` did not add."""
-        assert isinstance(kind, PerRow)
         split = jnp.reshape(
             array, (*full[: kind.dim], full[kind.dim] // (self.rows * kind.inner), self.rows, kind.inner, *full[kind.dim + 1 :])
         )
