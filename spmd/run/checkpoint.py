@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ import jax
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, did_you_mean, first_line, short_repr, type_name
-from spmd.ranking import best
 from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
 from spmd.run.memory_folder import forget_run
 from spmd.run.owner import FolderOwnership
 from spmd.run.restore_comm_state import COMM_STATE, STATE, checkpoint_item
+from spmd.run.retention import kept_steps, remove_checkpoint, remove_leftovers, sync_tree
 from spmd.train.state import State
 from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
@@ -162,21 +162,6 @@ def _check_name(folder: Path) -> None:
         raise CheckpointError(why, fix=f'another name, such as "{other}" in place of "{named}".')
 
 
-@dataclasses.dataclass(frozen=True)
-class _KeepBest:
-    """Keeps the best checkpoint, as the reader ranks them; a policy of Orbax, whose own one takes NaN for the best."""
-
-    metric: str
-    mode: str
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each checkpoint stays."""
-        del context
-        scores = {at: info.metrics[self.metric] for at, info in enumerate(checkpoints) if info.metrics}
-        kept = best(scores, 1, self.mode)
-        return [at in kept for at in range(len(checkpoints))]
-
-
 class CheckpointStore(CheckpointReader):
     """A run's checkpoints on disk, read and written by their one owner. Saving is asynchronous; `close` waits and raises any failure.
 
@@ -193,6 +178,7 @@ class CheckpointStore(CheckpointReader):
         self._threaded: bool | None = None  # decided by the first save: later the copy itself raises the peak usage
         self._copier: StateCopier | None = None
         self._copies: dict[int, State] = {}  # at most one, by step: made, but not handed to the thread yet
+        self._scores: dict[int, float | None] = {}  # of the checkpoints on disk, by step, once there is a manager
         self._bytes = 0  # size of a state, once one is saved
         self.write_seconds = 0.0  # how long the last checkpoint took to be written; 0 before the first
         self._thread = _daemon_executor()
@@ -225,12 +211,12 @@ class CheckpointStore(CheckpointReader):
         ocp, config = import_orbax(), self.config
         unreadable = {step: first_nonempty(self._unreadable_metrics(step)) for step in self.steps()}
         self.move_damaged({step: why for step, why in unreadable.items() if why})
+        if jax.process_index() == 0:
+            remove_leftovers(self.folder / "checkpoints")
         logging.getLogger("absl").addHandler(_failures)  # once, even with several stores
-        keep: list[Any] = [policies.LatestN(config.keep)]
-        if config.best is not None:
-            keep.append(_KeepBest(config.best, config.mode))
+        self._scores = {step: self.metrics(step).get(config.best) if config.best else None for step in self.steps()}
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(keep),
+            preservation_policy=policies.LatestN(None),  # all: Orbax would remove an older one before the newest is on disk
             # only with a best_fn does Orbax write metrics to disk, where a resumed run finds them
             best_fn=None if config.best is None else lambda metrics: metrics[config.best],
             best_mode=config.mode,
@@ -329,6 +315,15 @@ class CheckpointStore(CheckpointReader):
     def _finish(self) -> None:
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
+        if jax.process_index() == 0:
+            self._keep_few()
+
+    def _keep_few(self) -> None:
+        """Remove the checkpoints that the options do not keep, once the newest is on disk."""
+        sync_tree(self._path(self._writing))
+        self._scores = {step: self._scores.get(step) for step in CheckpointReader.steps(self)}  # without those whose save has failed
+        for step in sorted(self._scores.keys() - kept_steps(self._scores, self.config.keep, self.config.mode)):
+            remove_checkpoint(self._path(step))
 
     def _write(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
         ocp, arrays = import_orbax(), arrays_by_path(state)
@@ -342,6 +337,7 @@ class CheckpointStore(CheckpointReader):
             saved = self._manager.save(step, args=args, metrics=metrics or None, force=True)
         if not saved:
             raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
+        self._scores[step] = metrics.get(self.config.best or "")
 
     def _check_disk_space(self, state: State) -> None:
         self._bytes = self._bytes or sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST_FILE = "manifest.json"
-NOT_LISTED = ("commit_success.txt", "_CHECKPOINT_METADATA", MANIFEST_FILE)  # Orbax writes them later
+NOT_LISTED = ("commit_success.txt", "_CHECKPOINT_METADATA", MANIFEST_FILE)  # marks of Orbax, without which arrays can be read, and this
 READERS = 4  # files read in parallel
 
 
@@ -31,7 +31,11 @@ def write_manifest(folder: Path) -> None:
 def manifest_files(folder: Path) -> list[str]:
     """All files that the manifest of a checkpoint lists, relative to its folder."""
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return [name for name in paths if name not in NOT_LISTED]
+    return [name for name in paths if _is_listed(name)]
+
+
+def _is_listed(name: str) -> bool:
+    return name.rpartition("/")[2] not in NOT_LISTED
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -43,7 +47,8 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """
     try:
         manifest = read_json(folder / MANIFEST_FILE)
-        files: Mapping[str, Sequence] = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        listed: Mapping[str, Sequence] = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        files = {name: entry for name, entry in listed.items() if _is_listed(name)}  # earlier versions listed marks of Orbax
         present = manifest_files(folder)
         sizes = {name: (folder / name).stat().st_size for name in present if name in files and not (folder / name).is_symlink()}
     except FileNotFoundError as error:

@@ -1,8 +1,11 @@
 """Saving: a thread writes a copy of the state while training continues; training waits where devices have no memory for the copy."""
 
 import dataclasses
+import errno
 import gc
+import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +24,7 @@ import spmd
 from spmd.distributed import watchdog
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import CallbackError, CheckpointError, DivergedError
-from spmd.run import checkpoint, device_snapshot
+from spmd.run import checkpoint, device_snapshot, retention
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.evaluate_and_save import Evaluator
 from spmd.run.step_metrics import StepMetrics
@@ -126,6 +129,39 @@ def test_arrays_that_were_not_merged_are_a_failed_save(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "MERGED", "no-such-file")
     with pytest.raises(CheckpointError, match="the arrays of step 1 were written, and not merged"):
         fit(steps=1, checkpoint=tmp_path)
+
+
+def test_newest_checkpoint_is_on_disk_before_an_older_one_goes(tmp_path, monkeypatch):
+    """And so are the folders that hold it; a power cut in between leaves one of the two in full."""
+    events, sync, remove = [], os.fsync, shutil.rmtree
+
+    def synced(file):
+        events.append(("on disk", os.readlink(f"/proc/self/fd/{file}")))
+        return sync(file)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, *args, **options: events.append(("gone", str(path))) or remove(path, *args, **options)
+    )
+    fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2, keep=1))
+    gone = events.index(("gone", str(tmp_path / "checkpoints" / ".removed-2")))
+    newest = tmp_path / "checkpoints" / "4"
+    needed = {str(path) for path in (newest, newest.parent, *newest.rglob("*"))}
+    assert needed <= {path for what, path in events[:gone] if what == "on disk"}
+    assert [path.name for path in newest.parent.iterdir()] == ["4"]
+
+
+def test_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, monkeypatch, caplog):
+    def fails(path, *args, **options):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retention.shutil, "rmtree", fails)
+        fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2, keep=1))
+    assert "the old checkpoint" in caplog.text and "could not be removed: Input/output error" in caplog.text
+    assert (tmp_path / "checkpoints" / ".removed-2").is_dir()
+    fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2, keep=1), resume=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
 
 
 def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypatch):

@@ -1,0 +1,58 @@
+"""Which checkpoints stay; and the order in which a power cut loses none: the newest is on disk before an older one goes."""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from spmd.ranking import best
+
+REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
+
+
+def kept_steps(scores: Mapping[int, float | None], keep: int, mode: str) -> set[int]:
+    """The newest steps, and the best of those with a score, in the order of `spmd.ranking`.
+
+    >>> sorted(kept_steps({10: 1.0, 20: 5.0, 30: float("nan"), 40: None}, 1, "max"))
+    [20, 40]
+    """
+    known = {step: score for step, score in scores.items() if score is not None}
+    return {*sorted(scores)[-keep:], *best(known, 1, mode)}
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder, all that is in it, and its name are on disk.
+
+    Raises:
+      OSError: the disk did not take a part of it.
+    """
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (*(Path(parent) / name for name in names), Path(parent)):
+            _sync(path)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another host of the run has removed a temporary file
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove the folder of a checkpoint, which no reader sees in part; a warning says what could not be removed."""
+    try:
+        target = folder.rename(folder.with_name(f"{REMOVED}{folder.name}"))
+        shutil.rmtree(target)
+    except OSError as error:
+        logging.getLogger("spmd").warning("the old checkpoint %s could not be removed: %s.", folder, error.strerror or error)
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what a process that was killed has left of checkpoints that it removed; Orbax does so with those that it wrote in part."""
+    for path in checkpoints.glob(f"{REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
