@@ -59,7 +59,7 @@ from spmd.train.state import State
 from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
-from spmd.user_paths import wrap_os_errors
+from spmd.user_paths import write_text
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import unsynced_steps
 
@@ -479,8 +479,7 @@ def _outputs(
         return [], NoProgress()
     began_before = resumes and store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
-        with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
-            (store.folder / "layout.toml").write_text(chosen or trainer.layout.to_toml(), encoding="utf-8")
+        write_text(store.folder / "layout.toml", chosen or trainer.layout.to_toml(), CheckpointError)
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
     if store is not None and not resumes:
         (store.folder / ID_FILE).unlink(missing_ok=True)  # of an abandoned run, which a tracker that is added later would find

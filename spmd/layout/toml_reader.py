@@ -23,6 +23,7 @@ from spmd.layout.toml_writer import dumps
 from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
+from spmd.user_paths import as_path
 from spmd.wire.codec import CODECS, codec_options
 from spmd.wire.codec.base import option_problem
 from spmd.wire.server.declaration import FRACTIONS, NEEDS, ParameterServer
@@ -94,12 +95,11 @@ def load(source: str | Path | Layout) -> Layout:
     if not isinstance(source, str | Path):
         fix = f"a path to a TOML file, a spmd.Layout, or one of the shipped: {', '.join(shipped())}."
         raise LayoutError(f"layout={short_repr(source)} is {type_name(source)}.", fix=fix)
-    known, path = shipped(), Path(source)
+    known = shipped()
+    path = known[str(source)] if str(source) in known else as_path(source, "layout")
     if source == "auto":
         raise LayoutError('layout="auto" is chosen by fit, which knows the batch.', fix="spmd.search(model, batch, ...).layout.")
-    if str(source) in known:
-        path = known[str(source)]
-    elif path.suffix != ".toml" and not os.path.isfile(path):
+    if path.suffix != ".toml" and not os.path.isfile(path):
         fix = shipped_layout_hint(str(source)).replace("known:", "a path to a TOML file, or one of the shipped:")
         raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}")
     elif not os.path.isfile(path):
