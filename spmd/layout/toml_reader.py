@@ -119,7 +119,7 @@ def load(source: str | Path | Layout) -> Layout:
 def _check_complete(text: str, where: str) -> None:
     """Refuse the text of a layout file that was cut off, as far as that can be seen; a layout without any table replicates everything.
 
-    A file that ends after a complete line of a table cannot be told from a shorter one.
+    A file that ends after a complete line of a table cannot be distinguished from a shorter one.
 
     Raises:
       LayoutError: it has no table, or its last table has no key.
