@@ -59,7 +59,7 @@ from spmd.train.state import State
 from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
-from spmd.user_paths import wrap_os_errors
+from spmd.user_paths import write_text
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import unsynced_steps
 
@@ -479,12 +479,11 @@ def _outputs(
         return [], NoProgress()
     began_before = resumes and store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
-        with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
-            (store.folder / "layout.toml").write_text(chosen or trainer.layout.to_toml(), encoding="utf-8")
+        write_text(store.folder / "layout.toml", chosen or trainer.layout.to_toml(), CheckpointError)
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
     if store is not None and not resumes:
         (store.folder / ID_FILE).unlink(missing_ok=True)  # of an abandoned run, which a tracker that is added later would find
-    lines = begin_loggers(loggers, describe)
+    line, lines = "", begin_loggers(loggers, describe)
     step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
     if step:
         # earlier records with a later step belong to the interrupted run
@@ -492,11 +491,14 @@ def _outputs(
         write_record(loggers, {"step": step, "event": "resumed", **more, **({"source": source} if source else {})})
         text = f"resumed step {step} from {source}" if source else f"resumed from step {step} of {None if store is None else store.folder}"
         line = f"{text}{''.join(f'; {change}' for change in changes)}"
+    elif began_before and store is not None:
+        logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
+    elif resumes and store is not None:  # perhaps another folder was meant
+        line = f"{store.folder} holds no run to resume: a new one begins"
+    if line:
         display.say(line)
         if isinstance(display, NoProgress):
             logging.getLogger("spmd").warning(line)
-    elif began_before and store is not None:
-        logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
     for line in [*lines, *trainer.notes(), *([room] if room else [])]:
         display.say(line)
         if isinstance(display, NoProgress) and line.startswith("note:"):

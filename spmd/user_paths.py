@@ -1,29 +1,68 @@
 """Creates files and folders at paths that users give; errors say what is in the way."""
 
 import contextlib
+import errno
 import os
+import re
+import secrets
+import shutil
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, SpmdError, short_repr, type_name
 
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # pathlib leaves one of two slashes
+VARIABLE = re.compile(r"\$(\w+|\{\w+\})(?=/|$)")
+
 
 def as_path(value: Any, name: str) -> Path:
-    """The option `name` as a path.
+    """The option `name` as a path; `~` and an environment variable at its beginning are expanded, as in a shell.
+
+    Every path of a user goes through here: without it, "~/runs" and "s3://bucket/runs" would be folders in the working folder.
 
     Raises:
-      OptionError: it is not a path, or is empty.
+      OptionError: it is not a path, is empty, has a scheme such as s3://, or begins with an unknown user or variable.
 
     >>> as_path("runs/digits", "checkpoint").name
     'digits'
+    >>> as_path("~/runs", "checkpoint") == as_path("$HOME/runs", "checkpoint") == Path.home() / "runs"
+    True
     """
     if not isinstance(value, str | os.PathLike):
         raise OptionError(f"{name}={short_repr(value)} is {type_name(value)}.", fix="a path.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
         raise OptionError(f"{name}={short_repr(text)} is not a valid path.", fix="a path, such as runs/digits.")
-    return Path(text)
+    path = Path(_expand(text, name))
+    # "./~x" is a folder of that name here, and pathlib leaves out the "./"
+    return path.absolute() if str(path)[0] in "~$" or SCHEME.match(str(path)) else path
+
+
+def _expand(text: str, name: str) -> str:
+    """The text with its `~` or variable replaced by what it stands for."""
+    headline = f"{name}={short_repr(text)}"
+    if variable := VARIABLE.match(text):
+        key = variable[1].strip("{}")
+        if not os.environ.get(key):
+            raise OptionError(f"{headline}: the environment variable {key} is not set.", fix=f"export {key}=..., or the path itself.")
+        text = os.environ[key] + text[variable.end() :]
+    if text.startswith("~"):
+        user, text = text.partition("/")[0], os.path.expanduser(text)
+        if text.startswith("~"):
+            why = f"there is no user {user[1:]}" if user[1:] else "this user has no home folder"
+            raise OptionError(f"{headline}: {why}.", fix=f'"{os.path.abspath(text)}" for a folder of this name here, or another path.')
+    scheme = SCHEME.match(text)
+    if scheme is None:
+        return text
+    if scheme[1].lower() == "file":
+        local = urllib.parse.unquote(re.sub("^localhost/", "", text[scheme.end() :]))
+        raise OptionError(f"{headline}: file:// is not supported.", fix=f'the path without it, "/{local}".')
+    raise OptionError(
+        f"{headline}: {scheme[1]}:// is not supported.",
+        fix="a local path; copy files from there before a run, or to there after it.",
+    )
 
 
 def output_path(value: Any, what: str, suffixes: Sequence[str], *, overwrite: bool = False) -> Path:
@@ -41,10 +80,8 @@ def output_path(value: Any, what: str, suffixes: Sequence[str], *, overwrite: bo
     if exists and not overwrite:
         raise OptionError(f"{path} exists.", fix="another name, or overwrite=True (--overwrite).")
     make_folder(path.parent, OptionError)
-    with wrap_os_errors(path, OptionError):
-        path.open("ab").close()
-        if not exists:
-            path.unlink()
+    with wrap_os_errors(path, OptionError), contextlib.suppress(_Undone), replace_file(path):
+        raise _Undone
     return path
 
 
@@ -54,16 +91,65 @@ def make_folder(path: Path, error: type[SpmdError]) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def write_text(path: Path, text: str) -> Path:
-    """Write text to a path that the user gave; creates its folder if missing.
+def write_text(path: Path, text: str, error: type[SpmdError] = OptionError) -> Path:
+    """Write text to a path that the user gave, as `replace_file` does; creates its folder if missing.
 
     Raises:
-      OptionError: the file cannot be written.
+      OptionError: the file cannot be written; or another `error`.
     """
-    make_folder(path.parent, OptionError)
-    with wrap_os_errors(path, OptionError):
-        path.write_text(text, encoding="utf-8")
+    make_folder(path.parent, error)
+    with wrap_os_errors(path, error):
+        replace_text(path, text)
     return path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write text as `replace_file` does."""
+    with replace_file(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+class _Undone(Exception):
+    """Ends the block of `replace_file`, so that nothing is replaced."""
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """A new file beside `path` for the block to fill, which then takes its place: a reader finds the old contents or all of the new.
+
+    When the block raises, for example since the disk is full, `path` stays as it was. A link stays a link, and permissions are kept.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.txt"
+    >>> with replace_file(path) as part:
+    ...     _ = part.write_text("new")
+    >>> path.read_text()
+    'new'
+    """
+    target = Path(os.path.realpath(path))
+    exists = os.path.exists(target)
+    if exists and not os.path.isfile(target) and not os.path.isdir(target):
+        yield target  # a pipe or a device, such as /dev/stdout, is written itself
+        return
+    why = errno.ELOOP if os.path.islink(target) else errno.EISDIR if os.path.isdir(target) else 0
+    if exists and not why and not os.access(target, os.W_OK):
+        why = errno.EACCES
+    if why:
+        raise OSError(why, os.strerror(why), str(target))
+    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")  # matplotlib chooses the format by the suffix
+    try:
+        with part.open("wb"):
+            pass
+        if exists:
+            shutil.copymode(target, part)
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())  # else the new name can be on disk before the contents are
+        part.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def test_unknown_layout_name(golden):
 
 
 def test_missing_layout_file(golden, folder):
-    (folder / "mine.toml").write_text("")
+    (folder / "mine.toml").write_text('[default]\nparams = "replicate"\n')
     golden("missing_layout_file", error_text(errors.LayoutError, fit, layout="mime.toml"))
     fits(layout="mine.toml")
 

@@ -1,18 +1,21 @@
 """Folders and files that cannot be created or written: refused with what is in the way."""
 
+import errno
 import os
 import pathlib
 import re
 
+import matplotlib.figure
 import numpy as np
 import optax
 import pytest
 
 import spmd
 from spmd.errors import CheckpointError, ExportError, OptionError
+from spmd.render.picture import Picture
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.loggers import JsonLines, TensorBoard
-from spmd.user_paths import blocking_file, check_free, write_text
+from spmd.user_paths import blocking_file, check_free, output_path, write_text
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +96,53 @@ def test_obstacle_sees_nothing_where_a_folder_can_be(here):
     (here / "link").symlink_to(here / "kept")
     assert blocking_file(here / "link" / "run") is None
     assert re.fullmatch(BAD["file"], blocking_file(here / "file") or "")
+
+
+def test_file_that_cannot_be_replaced_stays_as_it_was(here, monkeypatch):
+    (here / "plan.html").write_text("old")
+    (here / "plan.html").chmod(0o640)
+    (here / "link.html").symlink_to("plan.html")
+
+    def full(self, text, **options):
+        with self.open("w") as file:
+            file.write(text[:2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    names = sorted(os.listdir(here))
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "write_text", full)
+        with pytest.raises(OptionError, match=r"^the file link.html cannot be written: No space left on device\."):
+            write_text(pathlib.Path("link.html"), "new contents")
+    assert (here / "plan.html").read_text() == "old" and sorted(os.listdir(here)) == names
+    write_text(pathlib.Path("link.html"), "new contents")
+    assert (here / "plan.html").read_text() == "new contents" and (here / "plan.html").stat().st_mode & 0o777 == 0o640
+    assert (here / "link.html").is_symlink() and sorted(os.listdir(here)) == names
+
+
+def test_picture_that_cannot_be_drawn_leaves_the_file_as_it_was(here):
+    class Broken:
+        canvas = matplotlib.figure.Figure().canvas
+
+        def savefig(self, path, **options):
+            pathlib.Path(path).write_bytes(b"\x89PN")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (here / "a.png").write_bytes(b"old")
+    with pytest.raises(OptionError, match="No space left on device"):
+        Picture(Broken()).save("a.png")
+    assert (here / "a.png").read_bytes() == b"old"
+
+
+def test_output_path_is_tried_and_nothing_is_left(here):
+    (here / "old.toml").write_text("old")
+    output_path("new.toml", "a file", (".toml",))
+    output_path("old.toml", "a file", (".toml",), overwrite=True)
+    assert (here / "old.toml").read_text() == "old" and not [name for name in os.listdir(here) if name.startswith((".", "new"))]
+
+
+def test_text_is_written_to_a_pipe(here):
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pathlib.Path("pipe"), "text")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd.errors import DataError
+from spmd.user_paths import as_path
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -20,7 +21,7 @@ def read_idx(path: str | Path) -> np.ndarray:
     Raises:
       DataError: not an IDX file, or its length does not match its header.
     """
-    path = Path(path)
+    path = as_path(path, "path")
     raw = path.read_bytes()
     try:
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
@@ -56,7 +57,8 @@ def mnist(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarr
       Traceback (most recent call last):
       spmd.errors.DataError: ...
     """
-    return _split(Path(folder), "train"), _split(Path(folder), "t10k")
+    place = as_path(folder, "folder")
+    return _split(place, "train"), _split(place, "t10k")
 
 
 def _split(folder: Path, prefix: str) -> dict[str, np.ndarray]:

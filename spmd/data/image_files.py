@@ -30,12 +30,13 @@ class ImageFiles(FileFormat):
 
     def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
         """Decoded by Pillow, which lets other threads run meanwhile."""
-        pillow = import_extra("PIL.Image", "images")
+        pillow, turn = import_extra("PIL.Image", "images"), import_extra("PIL.ImageOps", "images").exif_transpose
         leaves["label"][:] = self._labels[records]
         for at, record in enumerate(records.tolist()):
             try:
                 with pillow.open(self.paths[record]) as opened:
-                    picture = _eight_bits(opened, pillow).convert(_MODES[self._channels])
+                    upright = turn(opened)  # as its EXIF data say; a camera stores what it sees, and how it was held
+                    picture = _eight_bits(upright, opened.format, pillow).convert(_MODES[self._channels])
                     picture = picture.resize(self._size[::-1], pillow.Resampling.BILINEAR)
                 leaves["image"][at] = np.asarray(picture, np.float32).reshape(*self._size, self._channels) / 255
             except Exception as error:  # Pillow raises many kinds, also for files that are truncated
@@ -46,9 +47,15 @@ class ImageFiles(FileFormat):
         return self.paths[record]
 
 
-def _eight_bits(picture: Any, pillow: Any) -> Any:
+def _pictures(folder: Path) -> list[str]:
+    """Pictures in a folder and those below it, without hidden ones, such as those in `.ipynb_checkpoints` and `._1.png` of macOS."""
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.suffix.lower() in ENDINGS]
+    return [str(folder / path) for path in paths if not any(part.startswith(".") for part in path.parts)]
+
+
+def _eight_bits(picture: Any, kind: str | None, pillow: Any) -> Any:
     """A grey picture of 16 bits with 8, where Pillow would cut off all that is brighter than 255."""
-    if picture.mode == "I" and picture.format == "PNG":  # which has 16 bits at most; some versions of Pillow say no more
+    if picture.mode == "I" and kind == "PNG":  # which has 16 bits at most; some versions of Pillow say no more
         return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
         raise ValueError(f"its numbers are of 32 bits (mode {picture.mode}), and how bright white is is not known")
@@ -69,7 +76,8 @@ def images(
     """Batches of pictures, "image" float32[rows, height, width, channels] from 0 to 1, and "label" int32[rows]. Wants the extra `images`.
 
     Each folder in `folder` is a class; labels are their numbers in the order of their names, and pictures in folders below belong to them.
-    A folder whose name begins with a dot is none. An alpha channel is left out unless `channels` is 4.
+    Folders and files whose names begin with a dot are not read. A picture is turned as its EXIF orientation says. An alpha channel is left
+    out unless `channels` is 4.
 
     Args:
       folder: with a folder for each class.
@@ -104,11 +112,11 @@ def images(
         raise DataError(f"there is no folder {folder}.", fix="the path of a folder with a folder for each class.")
     entries = list(os.scandir(folder))
     classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    paths = [[str(path) for path in sorted((folder / name).rglob("*")) if path.suffix.lower() in ENDINGS] for name in classes]
+    paths = [_pictures(folder / name) for name in classes]
     if not any(paths):
         has = f"its folders are {', '.join(classes[:5])}" if classes else "it has no folders"
         raise DataError(f"{folder} holds no pictures in folders that are classes; {has}.", fix="folder/class/picture.png.")
-    beside = sum(entry.is_file() and entry.name.lower().endswith(ENDINGS) for entry in entries)
+    beside = sum(entry.is_file() and entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") for entry in entries)
     empty = [name for name, of_class in zip(classes, paths, strict=True) if not of_class]
     if beside or empty:
         text = "%s: %d pictures stand beside the folders of classes and are not read; classes without a picture: %s."

@@ -33,11 +33,11 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     Raises:
       DataError: one of them matches no file.
     """
-    patterns = [files] if isinstance(files, str | Path) else list(files) if isinstance(files, Iterable) else [None]
-    if not all(isinstance(pattern, str | Path) for pattern in patterns):
+    patterns = [files] if isinstance(files, str | os.PathLike) else list(files) if isinstance(files, Iterable) else [None]
+    if not all(isinstance(pattern, str | os.PathLike) for pattern in patterns):
         raise OptionError(f"files={files!r} is {type_name(files)}.", fix='a pattern such as "train-*.csv", or a list of paths.')
     paths: list[str] = []
-    for pattern in map(str, patterns):
+    for pattern in (str(as_path(pattern, "files")) for pattern in patterns):
         names = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
         if not names:
             folder = os.path.dirname(pattern) or "."
@@ -170,7 +170,7 @@ def cached_scan(
     """
     if cache is None:
         return scan(path)
-    folder = Path(cache)
+    folder = as_path(cache, "index")
     stat, log = os.stat(path), logging.getLogger("spmd")
     facts = [kind, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, data_hash.of_files([path], [stat.st_size], SAMPLED)]
     index = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,10 @@ def _check_no_array(path: str) -> None:
     with open(path, "rb") as file:
         begin = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if begin.startswith(b"["):
-        name = Path(path)
+        lines = Path(path).with_name(f"{Path(path).stem}-lines.jsonl")  # never the file itself, which the shell would empty first
         raise DataError(
             f"{path} is a JSON array, and documents are read by line.",
-            fix=f"one object a line, as  jq -c '.[]' {name.name} > {name.stem}.jsonl  writes them.",
+            fix=f"one object a line, as  jq -c '.[]' {shlex.quote(path)} > {shlex.quote(str(lines))}  writes them.",
         )
 
 

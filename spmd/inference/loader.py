@@ -18,6 +18,7 @@ from spmd.inference.weights import Stored, read_arrays
 from spmd.run.manifest import find_damage, read_json
 from spmd.tracebacks import trims_tracebacks
 from spmd.tree import Tree, describe
+from spmd.user_paths import as_path
 
 
 def _texts(value: Any) -> bool:
@@ -142,9 +143,9 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
       nowhere: there is no such folder.
     """
     import_extra("flatbuffers", "export")
-    place = Path(folder)
+    place = as_path(folder, "folder")
     if not place.is_dir():
-        raise ExportError(f"{folder}: there is no such folder.")
+        raise ExportError(f"{place}: there is no such folder.")
     about = _about(place)
     why = find_damage(place)
     if why is not None:

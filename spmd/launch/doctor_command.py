@@ -6,13 +6,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from spmd.errors import Problem, how_to_install
 from spmd.launch.doctor_checks import examine, gib, problems
 from spmd.launch.progress_line import show_progress
 from spmd.render.html import aligned, filled
+from spmd.user_paths import as_path
 
 EXTRAS = ("extra", "here", "brings")
 INSTALL = f"to install one, {how_to_install('EXTRA')}"
@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace) -> tuple[str, int]:
     show_progress(f"looking for devices, {options.timeout:g} s at most")
-    found = json.loads(without_home(json.dumps(examine(Path(options.folder), options.timeout), ensure_ascii=False)))
+    found = json.loads(without_home(json.dumps(examine(as_path(options.folder, "--folder"), options.timeout), ensure_ascii=False)))
     show_progress("")
     wrong = problems(found)
     listed = [{"where": one.where, "why": list(one.why), "fix": one.fix} for one in wrong]

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, PretrainedError, Problem, printable, raise_problems
@@ -194,7 +193,7 @@ def _overlaps(options: argparse.Namespace) -> Iterator[Problem]:
     """Folders to be written that are in the model's folder, or a file that is read; and a checkpoint in --out."""
     folder, out = as_path(options.folder, "FOLDER").resolve(), as_path(options.out, "--out").resolve()
     read = {"--data": options.data, "--eval-data": options.eval_data or [], "--adapters": [options.adapters] if options.adapters else []}
-    files = {Path(text).resolve(): flag for flag, texts in read.items() for text in texts}
+    files = {as_path(text, flag).resolve(): flag for flag, texts in read.items() for text in texts}
     for flag, text in (("--out", options.out), ("--checkpoint", options.checkpoint)):
         path = out if text is None else as_path(text, flag).resolve()
         if folder in (path, *path.parents):

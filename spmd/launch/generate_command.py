@@ -85,8 +85,9 @@ def _generate(options: argparse.Namespace) -> str | int:
 
 
 def _text(path: str) -> str:
+    file = as_path(path, "--prompt-file")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(f"--prompt-file {path} cannot be read: {why}.", fix="a file of text.") from error

@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError
 from spmd.launch.settings import Settings
+from spmd.user_paths import as_path
 
 HERE, HOSTS, SLURM, SRUN, KUBERNETES = "on one machine", "--hosts", "--slurm", "--srun", "--kubernetes"
 OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {  # by the modes that they apply to; all others apply to every mode
@@ -150,7 +150,7 @@ def _launch_on_hosts(argv: Sequence[str], options: argparse.Namespace, settings:
     from spmd.launch.ssh_launcher import SshConfig, launch_on_hosts
 
     others = {"least": options.min_hosts, "variables": tuple(options.env or ()), "settings": settings}
-    return launch_on_hosts(argv, _config(SshConfig, options, hosts=read_hosts(Path(options.hosts)), **others), _log)
+    return launch_on_hosts(argv, _config(SshConfig, options, hosts=read_hosts(as_path(options.hosts, "--hosts")), **others), _log)
 
 
 def _launch_slurm(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int | str:

@@ -1,6 +1,7 @@
 """TOML to `Layout`, with the line number of each rule and of each problem."""
 
 import dataclasses
+import logging
 import os
 import re
 import tomllib
@@ -23,6 +24,7 @@ from spmd.layout.toml_writer import dumps
 from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
+from spmd.user_paths import as_path
 from spmd.wire.codec import CODECS, codec_options
 from spmd.wire.codec.base import option_problem
 from spmd.wire.server.declaration import FRACTIONS, NEEDS, ParameterServer
@@ -94,12 +96,11 @@ def load(source: str | Path | Layout) -> Layout:
     if not isinstance(source, str | Path):
         fix = f"a path to a TOML file, a spmd.Layout, or one of the shipped: {', '.join(shipped())}."
         raise LayoutError(f"layout={short_repr(source)} is {type_name(source)}.", fix=fix)
-    known, path = shipped(), Path(source)
+    known = shipped()
+    path = known[str(source)] if str(source) in known else as_path(source, "layout")
     if source == "auto":
         raise LayoutError('layout="auto" is chosen by fit, which knows the batch.', fix="spmd.search(model, batch, ...).layout.")
-    if str(source) in known:
-        path = known[str(source)]
-    elif path.suffix != ".toml" and not os.path.isfile(path):
+    if path.suffix != ".toml" and not os.path.isfile(path):
         fix = shipped_layout_hint(str(source)).replace("known:", "a path to a TOML file, or one of the shipped:")
         raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}")
     elif not os.path.isfile(path):
@@ -110,7 +111,27 @@ def load(source: str | Path | Layout) -> Layout:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise LayoutError(f"{_display(path)} is not UTF-8 text (byte {error.start}).", fix="save it as UTF-8.") from error
-    return loads(text, _display(path), path.stem)
+    layout = loads(text, _display(path), path.stem)
+    _check_complete(text, _display(path))
+    return layout
+
+
+def _check_complete(text: str, where: str) -> None:
+    """Refuse the text of a layout file that was cut off, as far as that can be seen; a layout without any table replicates everything.
+
+    A file that ends after a complete line of a table cannot be distinguished from a shorter one.
+
+    Raises:
+      LayoutError: it has no table, or its last table has no key.
+    """
+    fix = "write or copy the file again; `spmd layouts show data_parallel` prints a complete one."
+    if not tomllib.loads(text).keys() - {"description", "use_when"}:
+        raise LayoutError(f"{where} is empty, or was cut off: it has no table, and would replicate everything.", fix=fix)
+    last = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")][-1]
+    if re.match(r"\[\[?[^=]*$", last.partition("#")[0]):
+        raise LayoutError(f"{where} was cut off: its last table, {last}, has no key.", fix=f"{fix[:-1]}; or leave the table out.")
+    if not text.endswith("\n"):
+        logging.getLogger("spmd").warning("%s does not end with a line break: if it was cut off, its last line is not complete.", where)
 
 
 def _display(path: Path) -> str:

@@ -25,7 +25,7 @@ TABLES = (
 
 
 def dumps(layout: Layout) -> str:
-    """The TOML text of a layout; only what differs from the defaults is written."""
+    """The TOML text of a layout; only what differs from the defaults is written, and at least one table: files without one are refused."""
     words = [f"{key} = {_value(value)}" for key in ("description", "use_when") if (value := getattr(layout, key))]
     blocks = [words] if words else []
     if layout.mesh:
@@ -49,6 +49,8 @@ def dumps(layout: Layout) -> str:
         values = {"modules": adapter.modules, **changed_values(adapter)}
         values = {"except" if key == "except_" else key: value for key, value in values.items() if key != "line"}
         blocks.append(["[[adapters]]", *(f"{key} = {_value(value)}" for key, value in values.items())])
+    if blocks in ([], [words]):
+        blocks.append(["[default]", f"params = {_value(layout.default.params)}"])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 

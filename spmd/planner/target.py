@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, Problem, did_you_mean, raise_problems, type_name
+from spmd.user_paths import as_path
 
 PLATFORMS = ("cuda", "tpu", "cpu")
 MOST, SLOWEST = 1e24, 3600  # figures of a target's file, in bytes, FLOPs and the like; seconds to another site
@@ -360,7 +361,7 @@ def load(name: str) -> Target:
       OptionError: no such target or file, or an invalid file; all its problems at once.
     """
     known = shipped()
-    path = known.get(name, Path(name))
+    path = known[name] if name in known else as_path(name, "target")
     if name.endswith(".toml") and not path.is_file():
         raise OptionError(
             f'there is no file "{name}", the target.', fix="the path of a target's file, or a name that `spmd targets` lists."

@@ -11,6 +11,7 @@ from typing import Any
 from spmd.errors import PretrainedError, raise_problems
 from spmd.fields import as_toml
 from spmd.layout.toml_tables import Tables, syntax_error
+from spmd.user_paths import as_path
 
 LAYER = "layer"  # the capture that is a layer's number
 FIX = "docs/pretrained.md has a map that is right."
@@ -149,8 +150,9 @@ class NameMap:
         """
         if isinstance(source, NameMap):
             return source
+        path = as_path(source, "name_map")
         try:
-            return cls.loads(Path(source).read_text(encoding="utf-8"), str(source))
+            return cls.loads(path.read_text(encoding="utf-8"), str(source))
         except OSError as error:
             raise PretrainedError(f"name map {source} cannot be read: {error.strerror}.", fix="check the path.") from error
         except UnicodeDecodeError as error:

@@ -26,15 +26,19 @@ def cache_folder(kind: str) -> Path:
       OptionError: the user has no home folder, as in some containers; or `$SPMD_CACHE` is "off".
     """
     chosen = os.environ.get("SPMD_CACHE")
-    if chosen and chosen.strip().lower() in NO_FOLDERS:
+    if chosen and _is_a_word(chosen):
         fix = "a folder; to keep no compiled programs, fit(compile_cache=False) or JAX_ENABLE_COMPILATION_CACHE=false."
         raise OptionError(f'$SPMD_CACHE is "{chosen}", which is not a folder.', fix=fix)
+    if chosen:
+        return as_path(chosen, "$SPMD_CACHE") / kind
     try:
-        if chosen:
-            return Path(chosen).expanduser() / kind
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / kind
+        return as_path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "$XDG_CACHE_HOME") / "spmd" / kind
     except RuntimeError as error:
         raise OptionError(f"there is no home folder for caches: {error}", fix="$SPMD_CACHE names another folder.") from error
+
+
+def _is_a_word(chosen: str) -> bool:
+    return chosen.strip().lower() in NO_FOLDERS
 
 
 def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | None:
@@ -59,8 +63,11 @@ def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | N
                 f"compile_cache={short_repr(compile_cache)}.", fix='a folder; None for the usual one; False or "off" for none.'
             )
         return as_path(compile_cache, "compile_cache").absolute()
-    if run is not None and not os.environ.get("SPMD_CACHE"):
+    chosen = os.environ.get("SPMD_CACHE")
+    if run is not None and not chosen:
         return Path(run).absolute() / PROGRAMS
+    if chosen and not _is_a_word(chosen):
+        return cache_folder(PROGRAMS).absolute()
     try:
         return cache_folder(PROGRAMS).absolute()
     except OptionError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd.errors import OptionError, import_extra
 from spmd.render.html import Html, framed
-from spmd.user_paths import as_path, make_folder, wrap_os_errors
+from spmd.user_paths import as_path, make_folder, replace_file, wrap_os_errors
 
 DOTS = 130  # per inch
 # In an SVG, black is the colour of the text around it, or that of the viewer's theme; greys are transparent.
@@ -41,11 +41,11 @@ class Picture:
         if path.suffix.removeprefix(".").lower() not in kinds:
             raise OptionError(f'"{path}": the suffix does not name a format for pictures.', fix="such as .png, .svg or .pdf.")
         make_folder(path.parent, OptionError)
-        with wrap_os_errors(path, OptionError):
+        with wrap_os_errors(path, OptionError), replace_file(path) as part:
             if path.suffix.lower() == ".svg":
-                path.write_text(self.svg(), encoding="utf-8")
+                part.write_text(self.svg(), encoding="utf-8")
             else:
-                self.figure.savefig(path, dpi=DOTS)
+                self.figure.savefig(part, dpi=DOTS)
         return path
 
     def svg(self) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import shutil
 import threading
 import time
@@ -72,14 +73,14 @@ class Checkpoint:
     memory_folder: str | Path | None = None
 
     def __post_init__(self):
-        as_path(self.path, "checkpoint")
+        object.__setattr__(self, "path", as_path(self.path, "checkpoint"))
         if self.mode not in ("min", "max"):
             raise OptionError(f'Checkpoint: no mode "{self.mode}".', fix=did_you_mean(self.mode, ("min", "max")))
         check_integer(self.every, "Checkpoint: every", optional=True)
         check_integer(self.keep, "Checkpoint: keep", optional=True)
         check_integer(self.memory_every, "Checkpoint: memory_every", optional=True)
         if self.memory_folder is not None:
-            as_path(self.memory_folder, "Checkpoint: memory_folder")
+            object.__setattr__(self, "memory_folder", as_path(self.memory_folder, "Checkpoint: memory_folder"))
             if self.memory_every is None:
                 raise OptionError("Checkpoint: memory_folder has no effect without memory_every.", fix="memory_every=20, or leave it out.")
 
@@ -88,8 +89,8 @@ def as_checkpoint(value: Any) -> Checkpoint | None:
     """A `Checkpoint` from the argument of `fit`: a folder, a `Checkpoint`, or None."""
     if value is None or isinstance(value, Checkpoint):
         return value
-    if isinstance(value, str | Path):
-        return Checkpoint(value)
+    if isinstance(value, str | os.PathLike):
+        return Checkpoint(as_path(value, "checkpoint"))
     raise OptionError(f"checkpoint={short_repr(value)} is {type_name(value)}; expected a folder or an spmd.Checkpoint.")
 
 

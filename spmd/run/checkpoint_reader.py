@@ -37,7 +37,7 @@ from spmd.run.restore_comm_state import STATE, checkpoint_item, comm_state_to_re
 from spmd.run.rewrap_optimizer import Rewrapping
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
-from spmd.user_paths import blocking_file
+from spmd.user_paths import as_path, blocking_file
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the previous format, which is still read
@@ -72,7 +72,7 @@ class CheckpointReader:
     """A run's checkpoints on disk, read-only."""
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder).absolute()
+        self.folder = as_path(folder, "folder").absolute()
 
     def steps(self) -> list[int]:
         """All steps on disk, oldest first. A checkpoint that is still being written has another name."""
@@ -364,14 +364,14 @@ def check_run_folder(path: str | Path) -> None:
       CheckpointError: it does not exist, is a file, is inside a file's place, or is the `checkpoints` of a run or a step in there; the
         error names the run that it belongs to, if any.
     """
-    here = Path(path).absolute()
+    here = as_path(path, "checkpoint").absolute()
     if here.is_dir():
         runs = [parent for parent in here.parents[:2] if here.is_relative_to(parent / "checkpoints") and CheckpointReader(parent).steps()]
         if runs and not (here / "checkpoints").is_dir():
             why = f"checkpoint={short_repr(str(path))} is inside of the folder of a run, and not that folder."
             raise CheckpointError(why, fix=f"{runs[0]}, which it is in.")
         return
-    why = blocking_file(Path(path))
+    why = blocking_file(here)
     run = next((parent for parent in here.parents if (parent / "checkpoints").is_dir()), None) if why else None
     headline = f"checkpoint={short_repr(str(path))}: {why or 'there is no such folder'}"
     if run:

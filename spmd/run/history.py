@@ -13,6 +13,7 @@ from spmd.checksummed_files import write_at
 from spmd.errors import OptionError
 from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
+from spmd.user_paths import as_path
 
 DETAIL = 100_000  # newest steps that are kept individually
 BLOCK = 1000  # steps that are written, and averaged, together
@@ -103,7 +104,7 @@ class History:
         Raises:
           OptionError: the folder has no such file, or it is damaged.
         """
-        names, constants, rows = _read(Path(folder) / FILE)
+        names, constants, rows = _read(as_path(folder, "folder") / FILE)
         history = cls(names)
         history._known, history._length, history._filled = dict.fromkeys(constants, 0.0), len(rows), BLOCK
         if len(rows):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from spmd.errors import OptionError
 from spmd.tree import format_bytes
+from spmd.user_paths import as_path
 
 ID_FILE = "memory_id"  # beside the checkpoints on disk
 RUN_FILE, LOCK_FILE = "run.json", "lock"
@@ -36,7 +37,8 @@ def memory_base(chosen: str | Path | None) -> Path:
     Raises:
       OptionError: there is no /dev/shm on this machine.
     """
-    base = Path(chosen or os.environ.get("SPMD_MEMORY_FOLDER") or DEFAULT_BASE).absolute()
+    given = chosen or os.environ.get("SPMD_MEMORY_FOLDER") or DEFAULT_BASE
+    base = as_path(given, "Checkpoint: memory_folder" if chosen else "$SPMD_MEMORY_FOLDER").absolute()
     if base == DEFAULT_BASE and not base.is_dir():
         fix = "Checkpoint(memory_folder=...) or $SPMD_MEMORY_FOLDER, a folder in memory or on a fast local disk; or no memory_every."
         raise OptionError(f"Checkpoint: memory_every needs {DEFAULT_BASE}, which this machine does not have.", fix=fix)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import OptionError, short_repr, type_name
-from spmd.user_paths import make_folder, wrap_os_errors
+from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 FOLDER = "pictures"  # in the run's folder
 COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels of an array -> how PNG calls them
@@ -71,7 +71,7 @@ def _stem(name: str) -> str:
 def _as_file(picture: Any, source: str) -> tuple[bytes, str]:
     """The contents of a file, and its suffix."""
     if isinstance(picture, str | os.PathLike):
-        path = Path(os.fspath(picture))
+        path = as_path(picture, f"{source}: the picture")
         try:
             content = path.read_bytes()
         except OSError as error:

@@ -20,7 +20,7 @@ from spmd.run.config import RunState
 from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.time_account import TimeAccount
-from spmd.user_paths import as_path, blocking_file, make_folder, wrap_os_errors
+from spmd.user_paths import as_path, blocking_file, make_folder, replace_text, wrap_os_errors
 
 MOST = 100  # steps: a trace has every operation of every device
 FOLDER, PAGE = "profile", "profile.html"
@@ -66,7 +66,7 @@ class Profile:
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds <= threading.TIMEOUT_MAX:
             raise OptionError(f"Profile: seconds={short_repr(self.seconds)}.", fix="a number above 0, such as 60.")
         if self.folder is not None:
-            as_path(self.folder, "Profile: folder")
+            object.__setattr__(self, "folder", as_path(self.folder, "Profile: folder"))
         object.__setattr__(self, "_range", (begin, end))
 
     @property
@@ -225,7 +225,7 @@ class StepProfiler:
             found = {"trace": traces[0], "first": self._first, "last": run.step, "calls": tuple(self._calls), "waited": waited}
             self.profile = self._summarize(**found)
             page = (self._folder if self._run_folder is None else self._run_folder) / PAGE
-            page.write_text(document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE), encoding="utf-8")
+            replace_text(page, document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE))
         except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
             self._warn(f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues")
             return

@@ -15,7 +15,7 @@ from spmd.distributed import watchdog
 from spmd.distributed.initialize import attempt_times, was_requeued, was_restarted
 from spmd.run.goodput import DOWN, PROFILING, REPEATED, STARTING, TRAINING, WAITING, Goodput, Timeline
 from spmd.run.work import UNKNOWN, Work
-from spmd.user_paths import explain_os_error
+from spmd.user_paths import explain_os_error, replace_text
 
 FILE, PAGE = "goodput.json", "goodput.html"
 FLUSH_SECONDS = 1.0  # between two writes at log intervals
@@ -218,7 +218,7 @@ class TimeAccount:
         if self._path is not None:
             page = self.goodput.page(f"Goodput of {self._path.parent.name}")
             with contextlib.suppress(OSError):  # as for the account itself, which was just written
-                self._path.with_name(PAGE).write_text(page, encoding="utf-8")
+                replace_text(self._path.with_name(PAGE), page)
         self._path = None
 
 

@@ -36,6 +36,28 @@ def test_folders_are_classes(pictures):
     assert next(iter(spmd.data.images(pictures, size=(2, 2), channels=1, batch_size=6)))["image"].shape == (6, 2, 2, 1)
 
 
+def test_hidden_pictures_are_not_read(pictures, caplog):
+    hidden = pictures / "cats" / ".ipynb_checkpoints"
+    (hidden / "deep").mkdir(parents=True)
+    for path in (hidden / "0.png", hidden / "deep" / "0.png", pictures / "dogs" / "._0.png", pictures / "._0.png"):
+        path.write_bytes(b"notes of another program")
+    data = spmd.data.images(pictures, size=(4, 5), batch_size=6, shuffle=False)
+    assert next(iter(data))["label"].tolist() == [0, 0, 0, 1, 1, 1] and not caplog.messages
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_as_their_exif_data_say(tmp_path, orientation):
+    image, ops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
+    (tmp_path / "a").mkdir()
+    picture, exif = image.fromarray(np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)), image.Exif()
+    exif[0x0112] = orientation
+    picture.save(tmp_path / "a" / "0.png", exif=exif)
+    upright = np.asarray(ops.exif_transpose(image.open(tmp_path / "a" / "0.png")))
+    assert np.array_equal(upright, np.asarray(picture)) == (orientation == 1)
+    read = next(iter(spmd.data.images(tmp_path, size=upright.shape[:2], batch_size=1)))["image"][0]
+    assert np.array_equal(np.rint(read * 255), upright)
+
+
 def test_a_picture_that_is_cut_off_is_named(pictures):
     path = pictures / "dogs" / "1.png"
     path.write_bytes(path.read_bytes()[:40])
@@ -211,7 +233,7 @@ def test_16_bit_pictures_and_folders_without_classes(pictures, caplog):
     assert batch["label"].tolist() == [0, 1, 1, 1] and batch["image"][0].tolist() == [[[np.float32((40_000 >> 8) / 255)] * 3]]
     older = image.fromarray(np.full((1, 1), 40_000, np.int32))  # as some versions of Pillow open such a file
     older.format = "PNG"
-    assert np.asarray(_eight_bits(older, image)).tolist() == [[40_000 >> 8]]
+    assert np.asarray(_eight_bits(older, older.format, image)).tolist() == [[40_000 >> 8]]
     image.fromarray(np.ones((4, 4), np.float32)).save(pictures / "cats" / "3.tiff")
     with pytest.raises(DataError, match=r"3.tiff: it cannot be read: ValueError: its numbers are of 32 bits"):
         list(spmd.data.images(pictures, size=(1, 1), batch_size=8))

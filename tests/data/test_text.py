@@ -4,6 +4,7 @@ import collections
 import json
 import logging
 import pickle
+import shlex
 
 import numpy as np
 import pytest
@@ -414,9 +415,13 @@ def test_invalid_text_raises(name, tmp_path, monkeypatch, golden):
 
 
 def test_files_of_other_kinds_are_refused(place, tmp_path):
-    (tmp_path / "a.json").write_text('[\n{"text": "a"}]')
-    with pytest.raises(DataError, match=r"is a JSON array, and documents are read by line\.\n    fix: one object a line, as  jq -c"):
-        read(place, tmp_path / "a.json")
+    for name in ("a.json", "a.jsonl", "its data.jsonl", "a-lines.jsonl"):
+        (tmp_path / name).write_text('[\n{"text": "a"}]')
+        with pytest.raises(DataError, match=r"is a JSON array, and documents are read by line\.\n    fix: one object a line") as raised:
+            read(place, tmp_path / name)
+        command = shlex.split(raised.value.fix.partition(", as  ")[2].removesuffix("  writes them."))
+        assert command[:4] == ["jq", "-c", ".[]", str(tmp_path / name)] and command[4] == ">"
+        assert not (tmp_path / command[5]).exists(), "the shell would empty the data before jq reads them"
     (tmp_path / "a.txt").write_text("a cat")
     with pytest.raises(OptionError, match=r"text of files that end in \.txt"):
         read(place, tmp_path / "a.txt")

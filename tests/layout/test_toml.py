@@ -1,5 +1,6 @@
 """Layouts as text: there and back, where each rule stands, and what ships."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -110,6 +111,35 @@ def test_load_accepts_path_name_and_layout(tmp_path):
     assert Layout.load(path) == Layout.load(str(path)) == Layout.load(layout) == layout
     assert Layout.load(path).source == str(path)
     assert Layout.load(path).name == "mine"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_load_refuses_a_file_that_was_cut_off(name, tmp_path, caplog):
+    text, path, read = shipped()[name].read_text(encoding="utf-8"), tmp_path / "mine.toml", []
+    for size in range(0, len(text), 1 if name == "fsdp" else 7):
+        path.write_text(text[:size], encoding="utf-8")
+        caplog.clear()
+        with contextlib.suppress(LayoutError):
+            Layout.load(path)
+            read += [] if caplog.messages else [text[:size]]
+    assert all(part.endswith("\n") for part in read) and len(read) < 20, "a file that ends after a complete line is not noticed"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "# end\n", 'description = "a"\n', "[gradients]\n", "[batch] # rows\n", '[[params]]\npath = "w"\n']
+)
+def test_load_refuses_a_file_without_a_table(text, tmp_path):
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(LayoutError, match=r"mine\.toml (is empty, or )?was cut off|cannot be read"):
+        Layout.load(tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_text(Layout(description="fast").to_toml())
+    assert Layout.load(tmp_path / "mine.toml") == Layout(name="mine", description="fast")
+
+
+def test_load_warns_of_a_last_line_without_a_line_break(tmp_path, caplog):
+    (tmp_path / "mine.toml").write_text("[default]\nmax_replicated = 0")
+    assert Layout.load(tmp_path / "mine.toml").default.max_replicated == 0
+    assert ["does not end with a line break" in message for message in caplog.messages] == [True]
 
 
 def test_rules_carry_line_numbers():

@@ -569,3 +569,11 @@ def test_early_stopping_of_a_resumed_run_stops_where_the_undisturbed_one_does(tm
     parts = run(50, tmp_path / "parts", resume=True)
     assert uninterrupted.stop_reason == parts.stop_reason is not None
     assert int(uninterrupted.state.step) == int(parts.state.step) < 50
+
+
+def test_resume_in_an_empty_folder_says_that_a_new_run_begins(tmp_path, caplog):
+    for resume, said in ((False, 0), (True, 1), (True, 0)):
+        caplog.clear()
+        fit_net(steps=1, checkpoint=tmp_path / ("new" if resume else "other"), resume=resume, progress=False)
+        lines = [message for message in caplog.messages if "holds no run to resume" in message]
+        assert lines == [f"{tmp_path / 'new'} holds no run to resume: a new one begins"] * said

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd.errors import OptionError
+from spmd.user_paths import as_path
 from spmd.wire.server.timing import parse_compute_time
 
 BLOCK = 1024  # times drawn in one call for a worker
@@ -63,6 +64,7 @@ def read_trace(path: str, workers: int) -> np.ndarray:
     Raises:
       OptionError: no such file, not a table of numbers from 0, or not one column per worker.
     """
+    path = str(as_path(path, "compute_time"))
     if not Path(path).is_file():
         raise OptionError(f'compute_time: "{path}" is not a distribution, and no such file exists.', fix="check the path.")
     try:
