@@ -1,4 +1,4 @@
-"""Which checkpoints stay; and the order in which a power cut loses none: the newest is on disk before an older one goes."""
+"""Which checkpoints stay, and the order in which a loss of power takes none: the newest is on disk before an older one goes."""
 
 import contextlib
 import logging

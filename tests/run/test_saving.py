@@ -132,7 +132,7 @@ def test_arrays_that_were_not_merged_are_a_failed_save(tmp_path, monkeypatch):
 
 
 def test_newest_checkpoint_is_on_disk_before_an_older_one_goes(tmp_path, monkeypatch):
-    """And so are the folders that hold it; a power cut in between leaves one of the two in full."""
+    """And so are the folders that hold it; a loss of power in between leaves one of the two in full."""
     events, sync, remove = [], os.fsync, shutil.rmtree
 
     def synced(file):

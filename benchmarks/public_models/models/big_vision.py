@@ -32,7 +32,7 @@ from big_vision.models.proj.image_text import two_towers
 vit.Encoder, vit.MlpBlock = (functools.partial(module, dtype_mm="float64") for module in (vit.Encoder, vit.MlpBlock))
 WORDS, LENGTH = 32, 8
 SIZES = {"patch_size": (8, 8), "width": 16, "depth": 2, "mlp_dim": 32, "num_heads": 2}
-WHOLE = {"accumulate=4": ("the loss joins rows with rows", {"mesh": "data=2", "accumulate": 1})}
+JOINED = {"accumulate=4": ("the loss joins rows with rows", {"mesh": "data=2", "accumulate": 1})}
 
 
 def tensor_parallel(before=()):
@@ -104,5 +104,5 @@ def cases():
             draws=True,
             layouts=tensor_parallel((None,)),
         ),
-        Case("SigLIP", siglip(), sigmoid_of_pairs, captioned_batches(), layouts=tensor_parallel(), fixes=WHOLE),
+        Case("SigLIP", siglip(), sigmoid_of_pairs, captioned_batches(), layouts=tensor_parallel(), fixes=JOINED),
     ]
