@@ -38,7 +38,7 @@ class Case:
       layouts: layouts beside those that every model is tried on: {name in the table: options of `Trainer`}.
       left_out: {layout: why it is not tried}.
       fixes: {layout: (a part of the error, options of `Trainer` that its fix asks for)}.
-      single: whether JAX's float64 is off with a codec: the repository's code makes numbers of that type, which cannot be mixed with float32.
+      single: whether JAX's float64 is off with a codec: the repository's code makes numbers of that type, which do not mix with float32.
       draws: whether the model or the loss draws random numbers. Microbatches draw numbers of their own.
       tolerance: how far from the plain loop's numbers, relative to the largest of an array.
     """
