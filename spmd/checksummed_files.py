@@ -41,11 +41,16 @@ def write(path: Path, content: bytes, *, durable: bool = True) -> None:
         raise
     if not durable:
         return
-    folder = os.open(path.parent, os.O_RDONLY)  # the name is durable only after its folder is synced
+    sync(path.parent)  # the name is durable only after its folder is synced
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    file = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(file)
     finally:
-        os.close(folder)
+        os.close(file)
 
 
 def write_at(file: int, content: bytes, offset: int, path: Path) -> None:

@@ -117,7 +117,7 @@ def load(source: str | Path | Layout) -> Layout:
 
 
 def _check_complete(text: str, where: str) -> None:
-    """Refuse the text of a layout file that was cut off, as far as that can be seen; a layout without any table replicates everything.
+    """Refuse the text of a truncated layout file, as far as that can be seen; a layout without any table replicates everything.
 
     A file that ends after a complete line of a table cannot be distinguished from a shorter one.
 
@@ -126,9 +126,9 @@ def _check_complete(text: str, where: str) -> None:
     """
     fix = "write or copy the file again; `spmd layouts show data_parallel` prints a complete one."
     if not tomllib.loads(text).keys() - {"description", "use_when"}:
-        raise LayoutError(f"{where} is empty, or was cut off: it has no table, and would replicate everything.", fix=fix)
+        raise LayoutError(f"{where} is empty, or was truncated: it has no table, and would replicate everything.", fix=fix)
     if not text.endswith("\n"):
-        logging.getLogger("spmd").warning("%s does not end with a line break: if it was cut off, its last line is not complete.", where)
+        logging.getLogger("spmd").warning("%s does not end with a line break: if it was truncated, its last line is not complete.", where)
 
 
 def _display(path: Path) -> str:

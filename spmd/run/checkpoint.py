@@ -52,7 +52,7 @@ class Checkpoint:
       path: a folder; checkpoints are in its `checkpoints/`, a record for every `log_every` steps in `metrics.jsonl`, every step in
         `history.bin` (`History.read`).
       every: steps between two checkpoints; None saves at the end of each epoch. The last step is always saved.
-      keep: how many of the newest checkpoints to keep.
+      keep: how many of the newest checkpoints to keep; None: all.
       best: metric whose best checkpoint is kept as well, such as "eval_accuracy"; None keeps only the newest.
       mode: whether the best value is the "min" or the "max".
       memory_every: steps between two checkpoints in the memory of the hosts, from which a restarted run resumes where they are newer than
@@ -66,7 +66,7 @@ class Checkpoint:
 
     path: str | Path
     every: int | None = None
-    keep: int = 2
+    keep: int | None = 2
     best: str | None = None
     mode: str = "min"
     memory_every: int | None = None

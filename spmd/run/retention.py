@@ -7,19 +7,20 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from spmd.checksummed_files import sync
 from spmd.ranking import best
 
 REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
 
 
-def kept_steps(scores: Mapping[int, float | None], keep: int, mode: str) -> set[int]:
-    """The newest steps, and the best of those with a score, in the order of `spmd.ranking`.
+def kept_steps(scores: Mapping[int, float | None], keep: int | None, mode: str) -> set[int]:
+    """The newest steps, or all if `keep` is None, and the best of those with a score, in the order of `spmd.ranking`.
 
     >>> sorted(kept_steps({10: 1.0, 20: 5.0, 30: float("nan"), 40: None}, 1, "max"))
     [20, 40]
     """
     known = {step: score for step, score in scores.items() if score is not None}
-    return {*sorted(scores)[-keep:], *best(known, 1, mode)}
+    return {*sorted(scores)[-(keep or len(scores)) :], *best(known, 1, mode)}
 
 
 def sync_tree(folder: Path) -> None:
@@ -30,17 +31,9 @@ def sync_tree(folder: Path) -> None:
     """
     for parent, _, names in os.walk(folder, topdown=False):
         for path in (*(Path(parent) / name for name in names), Path(parent)):
-            _sync(path)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another host of the run has removed a temporary file
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+            with contextlib.suppress(FileNotFoundError):  # another host of the run has removed a temporary file
+                sync(path)
+    sync(folder.parent)
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -303,7 +303,7 @@ def test_invalid_checkpoint_options_are_refused(options, text):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("keep, left", [(1, [9]), (2, [8, 9]), (4, [6, 7, 8, 9]), (100, list(range(1, 10)))])
+@pytest.mark.parametrize("keep, left", [(1, [9]), (2, [8, 9]), (4, [6, 7, 8, 9]), (100, list(range(1, 10))), (None, list(range(1, 10)))])
 def test_the_newest_are_kept(keep, left, tmp_path):
     fit(epochs=3, checkpoint=Checkpoint(tmp_path, every=1, keep=keep))
     assert steps_on_disk(tmp_path) == left
