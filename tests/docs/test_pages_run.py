@@ -197,7 +197,7 @@ def parsers(parser):
 
 def test_options_in_the_text_exist():
     known = {option for parser in parsers(cli._parser()) for option in parser._option_string_actions}
-    scripts = [path for folder in ("examples", "benchmarks", "tests/distributed") for path in (ROOT / folder).glob("*.py")]
+    scripts = [path for folder in ("examples", "benchmarks", "tests/distributed") for path in (ROOT / folder).rglob("*.py")]
     texts = "".join(path.read_text(encoding="utf-8") for path in scripts)
     unknown = []
     for page in PAGES:
