@@ -297,7 +297,7 @@ def fit(
     measure = trainer.measure_averaged if eval_average else trainer.measure
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
-    _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
+    _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names), evaluates=eval_data is not None)
     traced_steps = range(0) if traced is None else range(traced.begin + 1, traced.end + 1)
     check_watch(watched, program, traced_steps, recorded=bool(outputs) or config is not None)
     meta = trainer.about(reader, program)
@@ -351,7 +351,7 @@ def fit(
         raise SystemExit(TERMINATED)
     report_unfinished(run.state.opt, run.step, saved=store is not None)
     of_steps = None if profiler is None else profiler.profile
-    rate = run.samples / seconds if run.samples and seconds > 0 else None
+    rate = (run.samples - run.began.samples) / seconds if run.samples and seconds > 0 else None
     return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)
 
 
@@ -430,11 +430,13 @@ def _check_evaluation(
     return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.evaluation.names
 
 
-def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...]) -> None:
+def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...], *, evaluates: bool) -> None:
     """Refuse, before anything is compiled, a callback or checkpoint that watches an unknown metric."""
     wanted = [(callback_name(hook), name) for hook in hooks for name in watched_metrics(hook)]
     wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
     for who, name in wanted:
+        if name not in known and name.startswith("eval_") and not evaluates:
+            raise OptionError(f'{who}: there is no metric "{name}", since there is no evaluation.', fix="eval_data=..., which has it.")
         if name not in known:
             raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))
 

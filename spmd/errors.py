@@ -44,6 +44,7 @@ from typing import Any
 from spmd.deprecated import moved
 
 SHOWN = 100  # problems listed in full: more than that usually share one cause
+ALIKE = 3  # problems that differ only in their place and are each listed
 LINE, TEXT = 1000, 40_000  # the most characters in one line of an error, and in the entire text
 FIX = re.compile("^( *)(fix: .*)$", re.MULTILINE)
 VALUE = 160  # the most characters of a value in an error
@@ -210,19 +211,47 @@ class Problem:
 
 
 def problems_text(headline: str, problems: Sequence[Problem], note: str = "") -> str:
-    """The headline, the count, and every problem below it, separated by blank lines; at most the first `SHOWN`."""
+    """The headline, the count, and every problem below it, separated by blank lines; many alike as one, and at most the first `SHOWN`."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     count = f"{count} ({note}):" if note else f"{count}:"
-    more = [f"  and {len(problems) - SHOWN} more problems."] if len(problems) > SHOWN else []
-    return "\n\n".join([f"{headline}\n{count}", *map(str, problems[:SHOWN]), *more])
+    shown = group_problems(problems)
+    more = [f"  and {len(shown) - SHOWN} more problems."] if len(shown) > SHOWN else []
+    return "\n\n".join([f"{headline}\n{count}", *map(str, shown[:SHOWN]), *more])
 
 
-def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Problem], note: str = "") -> None:
-    """Raise `error` with all problems at once; do nothing when there are none."""
+def group_problems(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems, of which more than `ALIKE` that differ only in their place become one, which names the others by pattern.
+
+    >>> alike = [Problem(f"layers/{number}/w", ["is wrong."]) for number in range(12)]
+    >>> print(group_problems(alike)[0])
+      layers/0/w
+          and 11 more: layers/*/w
+          is wrong.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, problem in enumerate(problems):
+        fix = problem.fix.replace(problem.path or problem.where, "")
+        groups.setdefault((*problem.why, fix, problem.also, problem.kind), []).append(number)
+    shown = dict(enumerate(problems))
+    for first, *others in groups.values():
+        if len(others) < ALIKE or problems[first].also:
+            continue
+        patterns = dict.fromkeys(re.sub(r"\d+", "*", problems[other].path or problems[other].where) for other in others)
+        fix, also = problems[first].fix, f"and {len(others)} more: {join_names(patterns, 4)}"
+        fix = fix if fix == problems[others[0]].fix else f"{fix.removesuffix('.')}; and so for the others."
+        shown[first] = dataclasses.replace(problems[first], also=also, fix=fix)
+        for other in others:
+            del shown[other]
+    return list(shown.values())
+
+
+def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Problem], note: str = "", fix: str = "") -> None:
+    """Raise `error` with all problems at once, and a fix for all of them together; do nothing when there are none."""
     if problems:
         values = {field: {getattr(problem, field) for problem in problems} for field in ("path", "rule", "line", "kind")}
         common = {field: distinct.pop() for field, distinct in values.items() if len(distinct) == 1}
-        raise error(problems_text(headline, problems, note), problems=problems, **common)
+        text = problems_text(headline, problems, note)
+        raise error(f"{text}\n" if fix else text, problems=problems, fix=fix, **common)
 
 
 def bounded(text: str) -> str:
@@ -270,7 +299,8 @@ def check_integer(value: Any, name: str, least: int = 1, most: int | None = None
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least or (most is not None and not value <= most):
-        raise OptionError(f"{name}={short_repr(value)}: a whole number from {least}{'' if most is None else f' to {most}'}.")
+        fix = f"a whole number from {least}{'' if most is None else f' to {most}'}."
+        raise OptionError(f"{name}={short_repr(value)}.", fix=fix)
 
 
 def join_names(names: Iterable[str], most: int = 8) -> str:
@@ -309,7 +339,7 @@ def raise_callback_errors(who: Callable[[], str]) -> Iterator[None]:
     except SpmdError:
         raise
     except Exception as error:
-        raise CallbackError(f"{who()} raises {first_line(error)}") from error
+        raise CallbackError(f"{who()} raises {first_line(error)}", fix="correct the line at which its traceback, above, ends.") from error
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def check_types(declared: Any) -> None:
 def wrong_type(declared: Any, name: str, wanted: str) -> OptionError:
     """The error for a field whose value has the wrong type."""
     value = getattr(declared, name)
-    return OptionError(f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}; wanted {wanted}.")
+    return OptionError(f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}.", fix=f"{wanted}.")
 
 
 def as_rules(declared: Any, name: str, kind: type) -> None:
@@ -75,7 +75,7 @@ def names(value: Any) -> tuple[str, ...]:
     """
     several = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(isinstance(name, str) for name in several):
-        raise OptionError(f"{value!r} is no name, and no tuple of names.")
+        raise OptionError(f"{value!r} is no name.", fix="a name, or a tuple of names.")
     return several
 
 

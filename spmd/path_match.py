@@ -22,9 +22,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
       LayoutError: braces that do not close, or a pattern longer than `MAX_LENGTH`.
     """
     if len(pattern) > MAX_LENGTH:
-        raise LayoutError(f"path pattern of {len(pattern)} characters: at most {MAX_LENGTH} are allowed.")
+        raise LayoutError(f"path pattern of {len(pattern)} characters: at most {MAX_LENGTH} are allowed.", fix="several rules.")
     if re.search(r"[{}]", re.sub(r"\{[^{}]*\}", "", pattern)):
-        raise LayoutError(f'path "{pattern}": braces must close and cannot be nested.')
+        raise LayoutError(f'path "{pattern}": braces must close and cannot be nested.', fix='such as "**/{up,down}/kernel".')
     regex, inside_braces = [], False
     for token in re.split(r"(\*\*/|\*\*|[*?{},])", pattern):
         regex.append("|" if token == "," and inside_braces else _REGEX_OF_TOKEN.get(token, re.escape(token)))

@@ -214,7 +214,7 @@ class Trainer:
         if only is not None and not isinstance(only, str):
             raise OptionError(f"only={short_repr(only)}.", fix='"params", or a pattern of paths such as "encoder/**".')
         if config is None:
-            raise CheckpointError(f"checkpoint={short_repr(checkpoint)}: there is no such folder.")
+            raise CheckpointError(f"checkpoint={short_repr(checkpoint)}: there is no such folder.", fix="the folder of a run.")
         check_run_folder(config.path)
         reader = CheckpointReader(config.path)
         chosen = reader.step(step)
@@ -261,7 +261,7 @@ class Trainer:
         info, state = (state, state.state) if isinstance(state, StepInfo) else (None, state)
         config = as_checkpoint(checkpoint)
         if config is None:
-            raise CheckpointError("checkpoint=None: there is no folder to save in.")
+            raise CheckpointError("checkpoint=None: there is no folder to save in.", fix='such as "runs/loop".')
         check_alive(state)
         check_placed(state, self.abstract_state)
         source = None if info is None else info.source
@@ -588,7 +588,7 @@ class Trainer:
         inputs = as_arrays(inputs, "the inputs")
         rows = check_leaves(inputs, "the inputs")
         if rows == 0:
-            raise DataError("the inputs are empty: 0 rows.")
+            raise DataError("the inputs are empty: 0 rows.", fix="at least one row.")
         placer = Placer(self.mesh, lambda path: (data,), data, program.rows, pad=True)
         arrays, outputs = jax.tree.map(np.asarray, inputs), []
         program.check_inputs(jax.tree.map(lambda x: jax.ShapeDtypeStruct((program.rows, *x.shape[1:]), x.dtype), abstract(arrays)))

@@ -619,7 +619,7 @@ def test_tensor_on_accelerator():
 def test_donated_array():
     gone = jnp.asarray(X)
     gone.delete()
-    text = "the data: 0 float32[32, 64] was deleted: it was donated to a call."
+    text = "the data: 0 float32[32, 64] was deleted: it was donated to a call.\n    fix: a copy of it, numpy.array(...), made before."
     assert error_text(errors.DataError, fit, data=(gone, Y)) == text
 
 
@@ -757,10 +757,10 @@ def test_missing_extra_is_named():
 
 
 def test_long_problem_list_is_truncated():
-    problems = [errors.Problem(f"parameter {number}", ["is wrong."]) for number in range(errors.SHOWN + 2)]
+    problems = [errors.Problem(f"parameter {number}", [f"{number} is wrong."]) for number in range(errors.SHOWN + 2)]
     text = errors.problems_text("nothing fits", problems)
-    assert text.startswith("nothing fits\n102 problems:\n\n  parameter 0\n      is wrong.\n\n")
-    assert text.endswith("\n\n  parameter 99\n      is wrong.\n\n  and 2 more problems.")
+    assert text.startswith("nothing fits\n102 problems:\n\n  parameter 0\n      0 is wrong.\n\n")
+    assert text.endswith("\n\n  parameter 99\n      99 is wrong.\n\n  and 2 more problems.")
 
 
 def test_summary_is_one_line_without_the_fix():

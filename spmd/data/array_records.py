@@ -28,7 +28,7 @@ class ArrayRecordFiles(FileFormat):
             try:
                 self._sources.append(open_file(path))
             except Exception as error:
-                raise DataError(f"{path} is not an ArrayRecord file: {first_line(error)}.") from error
+                raise DataError(f"{path} is not an ArrayRecord file: {first_line(error)}.", fix="the file as it was written.") from error
         self.counts, self.sizes = [len(source) for source in self._sources], [Path(path).stat().st_size for path in paths]
         self._first, self._into = np.cumsum([0, *self.counts]), into
         if sum(self.counts):
@@ -104,7 +104,9 @@ class Decoder:
             return decoded
         missing = [name for name in self._pad if name not in decoded]
         if missing:
-            raise OptionError(f"pad names {', '.join(missing)}, but decode returns {', '.join(decoded)}.")
+            raise OptionError(
+                f"pad names {', '.join(missing)}, but decode returns {', '.join(decoded)}.", fix="names of the dict that decode returns."
+            )
         unsupported = [f'{value.dtype} for "{name}"' for name, value in decoded.items() if value.dtype.kind in "OSUMmT"]
         if unsupported or not decoded:
             return f"decode returns {', '.join(unsupported) or 'nothing'}, which cannot be placed on a device"

@@ -43,7 +43,7 @@ class Batch:
     """A batch on the mesh.
 
     `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker holds all rows; `has_rows` as in
-    `HostBatch`.
+    `HostBatch`; `index` is int64[rows], which rows of the data they are, where they were selected from arrays.
     """
 
     leaves: Tree
@@ -52,6 +52,44 @@ class Batch:
     split: bool = True
     position: Any = None
     has_rows: np.ndarray | None = None
+    index: np.ndarray | None = None
+
+
+def find_nonfinite(batch: Batch | HostBatch) -> str:
+    """The first NaN, or else the first infinity, in the rows of a batch that this process has, by key and row; "" if there is none.
+
+    >>> find_nonfinite(HostBatch({"x": np.array([[1.0], [np.nan], [2.0]])}, 2, np.array([2, 1])))
+    'x is nan in row 1 of the data'
+    """
+    selects = isinstance(batch, HostBatch) and batch.index is not None
+    for is_odd in (np.isnan, np.isinf):
+        for path, leaf in flatten(batch.leaves).items():
+            if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
+                continue
+            odd = _odd_values(leaf[batch.index] if selects else leaf, batch.rows, is_odd)
+            if odd:
+                row = min(odd)
+                where = f"row {row} of the batch" if batch.index is None else f"row {batch.index[row]} of the data"
+                more = f", and in {len(odd) - 1} more" if len(odd) > 1 else ""
+                name = f"array {path}" if path.isdigit() else path or "the array"
+                return f"{name} is {odd[row]} in {where}{more}"
+    return ""
+
+
+def _odd_values(leaf: Any, rows: int, is_odd: Callable[[np.ndarray], np.ndarray]) -> dict[int, Any]:
+    """The first odd value of each of the first rows that has one, by row."""
+    parts = [(0, leaf)]
+    if isinstance(leaf, jax.Array):
+        parts = [(shard.index[0].start or 0, shard.data) for shard in leaf.addressable_shards]
+    found = {}
+    for first, part in parts:
+        with jax.transfer_guard_device_to_host("allow"):
+            values = np.asarray(part)
+        odd = is_odd(values.reshape(len(values), -1))
+        for row in np.flatnonzero(odd.any(axis=1)).tolist():
+            if first + row < rows:
+                found[first + row] = values[row].flat[odd[row].argmax()]
+    return found
 
 
 def as_arrays(tree: Tree, name: str) -> Tree:
@@ -64,7 +102,10 @@ def as_arrays(tree: Tree, name: str) -> Tree:
 
     def read(path: str, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise DataError(f"{name}: {path or 'it'} {describe(leaf)} was deleted: it was donated to a call.")
+            raise DataError(
+                f"{name}: {path or 'it'} {describe(leaf)} was deleted: it was donated to a call.",
+                fix="a copy of it, numpy.array(...), made before.",
+            )
         if isinstance(leaf, known) or not hasattr(leaf, "__array__"):
             return leaf
         try:
@@ -137,7 +178,10 @@ def check_matches(tree: Tree, sample: Tree, name: str) -> None:
       DataError: they differ; the step is compiled for one kind of batch.
     """
     if jax.tree.structure(tree) != jax.tree.structure(sample):
-        raise DataError(f"{name} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.")
+        raise DataError(
+            f"{name} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.",
+            fix="the same keys in every batch.",
+        )
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
         if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
             difference = f"{name} holds {describe(leaf)}, the first one {describe(first)}"
@@ -276,7 +320,7 @@ class Placer:
             shardings = self._shardings_of(host.leaves, structure) if split else [self.replicated] * len(leaves)
             placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
         weights = self.weights(rows, size, split) if host.weights is None else self._place_weights(host.weights)
-        return Batch(jax.tree.unflatten(structure, placed), weights, rows, split, host.position, host.has_rows)
+        return Batch(jax.tree.unflatten(structure, placed), weights, rows, split, host.position, host.has_rows, host.index)
 
     def _place_local(self, host: HostBatch) -> Batch:
         """Rows that only this process has read: its part of the global batch."""

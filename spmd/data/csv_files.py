@@ -15,7 +15,7 @@ from spmd.data.csv_grammar import Cells
 from spmd.data.number_parsing import holds, limits
 from spmd.data.record_index import RecordIndex, check_uncompressed, find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, join_names
+from spmd.errors import DataError, OptionError, did_you_mean, join_names
 
 LOOKED_AT = 1000  # records, from which types are inferred
 SHOWN = 80  # letters of a field, in an error
@@ -167,7 +167,7 @@ def csv(
     """
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(separator, str) or len(separator.encode()) != 1 or separator in '"\r\n':
-        raise OptionError(f"separator={separator!r}: one letter, such as ',' or ';'.")
+        raise OptionError(f"separator={separator!r}.", fix="one letter, such as ',' or ';'.")
     check_options(columns, names, {"defaults": defaults, "types": types, "categories": categories})
     options = {"defaults": dict(defaults or {}), "types": dict(types or {}), "categories": dict(categories or {})}
     paths = find_files(files)
@@ -199,7 +199,9 @@ def _columns(
         if name in categories:
             words = {word: number for number, word in enumerate(categories[name])}
             if default is not None and default not in words:
-                raise OptionError(f'defaults: "{name}" is {default!r}, which is none of {join_names(words)}.')
+                raise OptionError(
+                    f'defaults: "{name}" is {default!r}, which is none of the categories.', fix=did_you_mean(str(default), words)
+                )
             columns[name] = Column(name, at[name], np.dtype(np.int32), None if default is None else words[default], words)
             continue
         try:
@@ -207,7 +209,7 @@ def _columns(
         except TypeError as error:
             raise OptionError(f'types: "{name}" is {types[name]!r}: {error}.', fix='such as "float32" or "int32".') from None
         if dtype.kind not in "iuf":
-            raise OptionError(f'types: "{name}" is {dtype}: a column is read as integers or floats.')
+            raise OptionError(f'types: "{name}" is {dtype}: a column is read as integers or floats.', fix='such as "float32" or "int32".')
         if default is not None:
             check_default(name, default, dtype)
         columns[name] = Column(name, at[name], dtype, default)

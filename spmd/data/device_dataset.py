@@ -43,7 +43,7 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
     """
     check_integer(steps_per_call, "steps_per_call")
     if not jax.tree.leaves(arrays) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(arrays)):
-        raise DataError("resident() takes a dict or tuple of arrays.")
+        raise DataError("resident() takes arrays.", fix="a dict or tuple of arrays of shape [rows, ...].")
     arrays = as_arrays(arrays, "the data")
     check_leaves(arrays, "the data")
     return Resident(arrays, int(steps_per_call))

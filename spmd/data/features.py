@@ -99,7 +99,7 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
       ['tokens', 'tokens_mask']
     """
     if isinstance(length, bool) or not isinstance(length, numbers.Integral) or length < 1:
-        raise OptionError(f"padded({length!r}, ...): a length from 1.")
+        raise OptionError(f"padded({length!r}, ...).", fix="a length from 1.")
     feature = Feature((int(length),), _dtype(dtype), fill=fill)
     if not holds(feature.dtype, fill):
         raise OptionError(f"padded(fill={fill!r}): {feature.dtype} does not hold it.", fix="a number that it holds, such as 0.")
@@ -328,7 +328,7 @@ def declared_by(record: bytes) -> dict[str, Feature]:
     except (ValueError, IndexError):
         parts = {}
     if not parts:
-        raise DataError("the first record is no tf.train.Example with features.")
+        raise DataError("the first record is no tf.train.Example with features.", fix="decode=function, which reads such records.")
     dtypes = {BYTES: "uint8", FLOATS: "float32", INTEGERS: "int64"}
     row = np.frombuffer(record, np.uint8)[None]
     return {name: fixed(_values(row, kind, spans).shape[1:], dtypes[kind]) for name, (kind, spans) in parts.items()}

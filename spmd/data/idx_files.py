@@ -26,16 +26,21 @@ def read_idx(path: str | Path) -> np.ndarray:
     try:
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError) as error:
-        raise DataError(f"{path} is a damaged gzip file: {error}.") from error
+        raise DataError(f"{path} is a damaged gzip file: {error}.", fix="download it again.") from error
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
-        raise DataError(f"{path} is not an IDX file: it starts with {raw[:4].hex(' ')!r}.")
+        raise DataError(
+            f"{path} is not an IDX file: it starts with {raw[:4].hex(' ')!r}.", fix="one of MNIST's four files, as it was downloaded."
+        )
     dtype, ndim = np.dtype(_TYPES[raw[2]]), raw[3]
     if len(raw) < 4 + 4 * ndim:
-        raise DataError(f"{path}: the header of {ndim} dims is cut off.")
+        raise DataError(f"{path}: the header of {ndim} dims is cut off.", fix="download it again.")
     shape = struct.unpack(f">{ndim}I", raw[4 : 4 + 4 * ndim])
     data = raw[4 + 4 * ndim :]
     if len(data) != math.prod(shape) * dtype.itemsize:
-        raise DataError(f"{path}: shape {list(shape)} needs {math.prod(shape) * dtype.itemsize} bytes of data, the file has {len(data)}.")
+        raise DataError(
+            f"{path}: shape {list(shape)} needs {math.prod(shape) * dtype.itemsize} bytes of data, the file has {len(data)}.",
+            fix="download it again.",
+        )
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
@@ -65,7 +70,8 @@ def _split(folder: Path, prefix: str) -> dict[str, np.ndarray]:
     images, labels = read_idx(_find(folder, f"{prefix}-images", 3)), read_idx(_find(folder, f"{prefix}-labels", 1))
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise DataError(
-            f"{folder}: {prefix} images are {list(images.shape)}, labels {list(labels.shape)}; wanted [n, height, width] and [n]."
+            f"{folder}: {prefix} images are {list(images.shape)}, labels {list(labels.shape)}; wanted [n, height, width] and [n].",
+            fix="both files of one data set.",
         )
     return {"image": (images.astype(np.float32) / 255.0)[..., None], "label": labels.astype(np.int32)}
 
@@ -75,4 +81,4 @@ def _find(folder: Path, stem: str, ndim: int) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise DataError(f"{folder} has none of {', '.join(names)}.")
+    raise DataError(f"{folder} has none of {', '.join(names)}.", fix="the folder with MNIST's four files.")

@@ -105,7 +105,7 @@ def images(
     """
     pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(length) is int and length >= 1 for length in size)
     if not pair or type(channels) is not int or channels not in _MODES:
-        raise OptionError(f"size={size!r}, channels={channels!r}: a size is (height, width), and channels are 1, 3 or 4.")
+        raise OptionError(f"size={size!r}, channels={channels!r}.", fix="size=(height, width), and channels=1, 3 or 4.")
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     folder = as_path(folder, "folder")
     if not folder.is_dir():

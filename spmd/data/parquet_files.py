@@ -14,7 +14,7 @@ from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, did_you_mean, first_line, import_extra, join_names, type_name
 
 CACHED = 32  # row groups: more than a window has runs
-MISSING, BEYOND = 1, 2  # problems of a value
+MISSING, BEYOND, LENGTH = 1, 2, 3  # problems of a value
 
 
 class ParquetFiles(FileFormat):
@@ -42,7 +42,9 @@ class ParquetFiles(FileFormat):
         for name in (*(columns or ()), *defaults):
             if name not in schema.names:
                 raise OptionError(f'there is no column "{name}".', fix=f"{did_you_mean(str(name), schema.names)}")
-        self.fields = {name: _field(name, schema.field(name).type, types) for name in columns or schema.names}
+        kinds = {name: schema.field(name).type for name in columns or schema.names}
+        lengths = {name: _list_length(paths, name) for name, kind in kinds.items() if types.is_list(kind) or types.is_large_list(kind)}
+        self.fields = {name: _field(name, kind, types, lengths.get(name)) for name, kind in kinds.items()}
         for name, value in defaults.items():
             if name in self.fields and self.fields[name].shape:
                 fix = 'on_error="skip", which leaves out rows without a value'
@@ -72,7 +74,11 @@ class ParquetFiles(FileFormat):
                 continue
             for name, field in self.fields.items():
                 leaves[name][at] = values[name][rows]
-                reasons = {MISSING: "no value", BEYOND: f"a number that {field.dtype} does not hold"}
+                reasons = {
+                    MISSING: "no value",
+                    BEYOND: f"a number that {field.dtype} does not hold",
+                    LENGTH: f"a list that is not of length {field.shape[0] if field.shape else 0}",
+                }
                 problems = wrong[name][rows]
                 bad |= {int(at[row]): f'column "{name}" has {reasons[int(problems[row])]}' for row in np.flatnonzero(problems)}
 
@@ -102,35 +108,71 @@ def _read_row_group(
     for name, field in fields.items():
         column = table.column(name).combine_chunks()
         if field.shape:
-            stored, missing = _lists(column, field)
+            stored, problems = _lists(column, field)
         else:
             missing = np.asarray(column.is_null())
             filled = column.fill_null(defaults.get(name, field.dtype.type(0).item())) if missing.any() else column
             stored = filled.to_numpy(zero_copy_only=False)
-            missing = np.zeros_like(missing) if name in defaults else missing
+            problems = np.where(missing & (name not in defaults), MISSING, 0)
         with np.errstate(over="ignore"):
             values[name] = stored.astype(field.dtype)
         beyond = np.isinf(values[name]) & np.isfinite(stored) if field.dtype != stored.dtype else np.zeros(stored.shape, bool)
-        wrong[name] = np.where(missing, MISSING, np.where(beyond.reshape(len(missing), -1).any(axis=1), BEYOND, 0))
+        wrong[name] = np.where(problems == 0, np.where(beyond.reshape(len(problems), -1).any(axis=1), BEYOND, 0), problems)
     return values, wrong
 
 
 def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of one length [rows, length], and bool[rows]: which of them are missing or lack a number."""
+    """Lists of one length [rows, length], and int[rows]: what is wrong with each, 0 if nothing is."""
     rows, length = len(column), field.shape[0]
+    if not hasattr(column.type, "list_size"):  # lists that are of one length, and do not have to be
+        return _equal_lists(column, length)
     numbers = column.values.slice(column.offset * length, rows * length)  # keeps the places of missing lists, which flatten drops
     lack = np.asarray(numbers.is_null())
     missing = np.asarray(column.is_null()) | lack.reshape(rows, length).any(axis=1)
     filled = numbers.fill_null(0) if lack.any() else numbers
-    return filled.to_numpy(zero_copy_only=False).reshape(rows, length), missing
+    return filled.to_numpy(zero_copy_only=False).reshape(rows, length), np.where(missing, MISSING, 0)
+
+
+def _equal_lists(column: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same of lists whose lengths may differ."""
+    offsets, numbers = np.asarray(column.offsets), column.values
+    problems = np.where(np.diff(offsets) == length, 0, LENGTH)
+    problems[np.asarray(column.is_null())] = MISSING
+    lack = np.asarray(numbers.is_null())
+    filled = (numbers.fill_null(0) if lack.any() else numbers).to_numpy(zero_copy_only=False)
+    stored = np.zeros((len(column), length), filled.dtype)
+    of_length = problems == 0
+    at = offsets[:-1][of_length, None] + np.arange(length)
+    stored[of_length] = filled[at]
+    problems[of_length] = np.where(lack[at].any(axis=1), MISSING, 0)
+    return stored, problems
 
 
 def _schema_text(schema: Any) -> str:
     return join_names(f"{column.name} {column.type}{'' if column.nullable else ' not null'}" for column in schema)
 
 
-def _field(name: str, arrow_type: Any, types: Any) -> Field:
-    shape, kind = ((arrow_type.list_size,), arrow_type.value_type) if types.is_fixed_size_list(arrow_type) else ((), arrow_type)
+def _list_length(paths: Sequence[str], name: str) -> int | None:
+    """The length of the lists of a column, in the first row group that has some; None if there are several."""
+    compute = import_extra("pyarrow.compute", "parquet")
+    for path in paths:
+        with opened(path) as file:
+            for group in range(file.num_row_groups):
+                column = file.read_row_group(group, columns=[name]).column(0)
+                lengths = compute.unique(compute.drop_null(compute.list_value_length(column)))
+                if len(lengths):
+                    return lengths[0].as_py() if len(lengths) == 1 else None
+    return None
+
+
+def _field(name: str, arrow_type: Any, types: Any, length: int | None = None) -> Field:
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
+        if length is None:
+            fix = "lists of one length, at least one of them in the first row group; or columns=[...] without it"
+            raise DataError(f'column "{name}" is {arrow_type}, and its lists are of several lengths.', fix=f"{fix}.")
+        shape, kind = (length,), arrow_type.value_type
+    else:
+        shape, kind = ((arrow_type.list_size,), arrow_type.value_type) if types.is_fixed_size_list(arrow_type) else ((), arrow_type)
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         fix = "columns=[...] without it; or numbers, or lists of one length, in its place"
         raise DataError(f'column "{name}" is {arrow_type}, which cannot be placed on a device.', fix=f"{fix}.")

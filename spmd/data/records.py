@@ -89,7 +89,7 @@ class ReadOptions:
             check_integer(getattr(self, name), name, least)
             object.__setattr__(self, name, int(getattr(self, name)))  # numpy integers cannot be stored as JSON
         if self.seed >= 2**63:
-            raise OptionError(f"seed={self.seed}: a whole number below 2**63.")
+            raise OptionError(f"seed={self.seed}.", fix="a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
             raise OptionError(f'on_error="{self.on_error}".', fix=f"{did_you_mean(str(self.on_error), ('stop', 'skip'))}")
         if isinstance(self.shuffle, numbers.Integral) and not isinstance(self.shuffle, bool):

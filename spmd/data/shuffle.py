@@ -30,7 +30,9 @@ class RecordOrder:
 
     def __post_init__(self):
         if not isinstance(self.shuffle, bool | int) or (not isinstance(self.shuffle, bool) and self.shuffle < 2):
-            raise OptionError(f"shuffle={self.shuffle!r} is {type_name(self.shuffle)}: True, False, or a window of at least 2 records.")
+            raise OptionError(
+                f"shuffle={self.shuffle!r} is {type_name(self.shuffle)}.", fix="True, False, or a window of at least 2 records."
+            )
 
     def epoch(self, number: int) -> np.ndarray:
         """int64[records]: the record at each position. With True it is the order of arrays with this seed."""

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,6 +20,20 @@ from spmd.models.wrap import missing_arguments
 from spmd.tree import Tree, abstract, describe, flatten
 
 T = TypeVar("T")
+KINDS = "a dict or tuple of arrays, an iterable of batches, or a grain data set"
+OF_EXAMPLES = (  # a data set as PyTorch has it: examples by number
+    "jax.tree.map(lambda *rows: numpy.stack(rows), *(data[i] for i in range(len(data)))), which holds all of it; "
+    "or batches as they are needed, grain.MapDataset.source(data).shuffle(seed=0).batch(128)."
+)
+READERS = (  # by the ends of files' names
+    ((".csv", ".tsv"), 'spmd.data.csv("{path}", batch_size=...)'),
+    ((".parquet",), 'spmd.data.parquet("{path}", batch_size=...)'),
+    ((".jsonl", ".txt"), 'spmd.data.text("{path}", ...)'),
+    ((".tfrecord", ".tfrecords"), 'spmd.data.tfrecord("{path}", features=..., batch_size=...)'),
+    ((".array_record", ".arrayrecord"), 'spmd.data.array_record("{path}", batch_size=...)'),
+    ((".npy",), 'numpy.load("{path}")'),
+    ((".npz",), 'dict(numpy.load("{path}"))'),
+)
 RECORDS_SEED = "seed of the records"  # in a fingerprint; checkpoints of earlier versions do not have it
 
 
@@ -95,7 +110,7 @@ class IterableSource:
         self._head: list[Tree] = [sample]
         rows = check_leaves(sample, "the first batch")
         if rows == 0:
-            raise DataError("the data is empty: its first batch has 0 rows.")
+            raise DataError("the data is empty: its first batch has 0 rows.", fix="look at what it was read or filtered from.")
         self.batch_size = rows * jax.process_count()
         if batch_size is not None and batch_size != self.batch_size:
             fix = f"leave batch_size out, or yield {batch_size}."
@@ -142,16 +157,22 @@ class IterableSource:
             leaves = as_arrays(leaves, batch)
             rows = check_leaves(leaves, batch)
             if rows == 0:
-                raise DataError(f"{batch} has 0 rows.")
+                raise DataError(f"{batch} has 0 rows.", fix="leave out batches without rows.")
             if rows * jax.process_count() > self.batch_size:
-                raise DataError(f"{batch} has {rows} rows, more than the {self.batch_size} of the first one.")
+                raise DataError(
+                    f"{batch} has {rows} rows, more than the {self.batch_size} of the first one.",
+                    fix="batches of one size; only the last may be smaller.",
+                )
             check_matches(leaves, self._sample, batch)
             # The state is taken before its batch is yielded: batches read ahead do not count.
             yield HostBatch(leaves, rows, None, _to_json(iterator.get_state()) if stateful else None)  # type: ignore[union-attr]
         if count == 0 and not (stateful and position is not None):  # a restored state may be at the end
             raise _iterated_twice(f"nothing in epoch {number + 1}")
         if count < start:
-            raise DataError(f"the data has {count} batches; the run to be resumed was at batch {start} of epoch {number + 1}.")
+            raise DataError(
+                f"the data has {count} batches; the run to be resumed was at batch {start} of epoch {number + 1}.",
+                fix="the data of that run.",
+            )
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a run to resume with the same data."""
@@ -238,10 +259,10 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
       DataError: ragged or empty arrays, fewer examples than one batch (unless `short_ok`), or unreadable data.
       OptionError: an option that does not apply to this kind of data.
     """
-    if data is None or isinstance(data, str):
-        raise DataError(f"data={short_repr(data)}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
+    if data is None or isinstance(data, str | os.PathLike):
+        raise DataError(f"data={short_repr(data)} is {type_name(data)}, not data.", fix=_how_to_read(data))
     if shuffle is not None and not isinstance(shuffle, bool):
-        raise OptionError(f"shuffle={short_repr(shuffle)}: True, False, or None (True for arrays).")
+        raise OptionError(f"shuffle={short_repr(shuffle)}.", fix="True, False, or None (True for arrays).")
     if isinstance(data, Buckets):
         raise OptionError(
             f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.",
@@ -262,7 +283,9 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
             why = f"the function given as data takes arguments: {join_names(missing)}."
             raise DataError(why, fix="a function of none: lambda: batches(...).")
         if not hasattr(data, "__iter__") and not callable(data):
-            raise DataError(f"the data is {type_name(data)}: not arrays, and it cannot be iterated.")
+            is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+            why = f"the data is {type_name(data)}: not arrays, and it cannot be iterated."
+            raise DataError(why, fix=OF_EXAMPLES if is_dataset else f"{KINDS}.")
         return IterableSource(data, batch_size)
     arrays = as_arrays(data, "the data")
     examples = check_leaves(arrays, "the data")
@@ -275,6 +298,15 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
     check_integer(batch_size, "batch_size")
     _check_size(examples, batch_size, short_ok=short_ok)
     return ArraySource(arrays, examples, int(batch_size), shuffle is not False, seed)
+
+
+def _how_to_read(data: Any) -> str:
+    """A fix for a path in the place of data."""
+    if data is None:
+        return f"{KINDS}."
+    path = os.fspath(data)
+    call = next((call for endings, call in READERS if path.lower().removesuffix(".gz").endswith(endings)), None)
+    return f"{call.format(path=path)}." if call else f"{KINDS}; spmd.data reads files."
 
 
 def _check_size(examples: int, batch_size: int, *, short_ok: bool) -> None:

@@ -375,7 +375,7 @@ def _check_labels(labels: np.ndarray, logits: np.ndarray) -> None:
     classes = logits.shape[-1]
     if labels.shape != logits.shape[1:-1] or labels.dtype.kind not in "iu" or not ((labels >= 0) & (labels < classes)).all():
         expected = f"integers {list(logits.shape[1:-1])} from 0 to {classes - 1}"
-        raise DataError(f"the labels are {describe(labels)}; expected {expected}, as the members' logits have {classes} classes.")
+        raise DataError(f"the labels are {describe(labels)}; the members' logits have {classes} classes.", fix=f"{expected}.")
 
 
 def _metrics(log_probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -174,7 +174,10 @@ def _exported(forward: Forward, int8: Collection[str], platforms: tuple[str, ...
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))
     bad = [describe(out) for out in fixed.out_avals if out.shape[:1] != (rows,)]
     if bad:
-        raise ExportError(f"for {rows} rows the model returns {', '.join(bad)}: not one value or array per row.")
+        raise ExportError(
+            f"for {rows} rows the model returns {', '.join(bad)}: not one value or array per row.",
+            fix="a model whose outputs have the rows as their dim 0.",
+        )
     symbol = batch if batch is not None else jax.export.symbolic_shape("rows")[0]
     try:
         exported = jax.export.export(jax.jit(function), platforms=platforms)(stored, with_rows(forward.inputs, symbol))
@@ -184,11 +187,11 @@ def _exported(forward: Forward, int8: Collection[str], platforms: tuple[str, ...
     except Exception as error:
         on_platforms = f"the model cannot be exported for {', '.join(platforms)}: {first_line(error)}"
         if batch is not None:
-            raise ExportError(on_platforms) from error
+            raise ExportError(on_platforms, fix="a model without what this names; or other platforms.") from error
         try:
             _exported(forward, int8, platforms, rows)
         except ExportError:
-            raise ExportError(on_platforms) from error
+            raise ExportError(on_platforms, fix="a model without what this names; or other platforms.") from error
         why = f"the model cannot be exported for any number of rows: {first_line(error)}"
         fix = f"batch={rows}, or another number: the program is then called in chunks of that size."
         raise ExportError(why, fix=fix) from error

@@ -134,14 +134,14 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     rows = check_leaves(inputs, "the inputs")
     actual = describe_tree(inputs)
     if jax.tree.structure(inputs) != jax.tree.structure(wanted):
-        raise DataError(f"the inputs are {actual}; the model takes {expected}, in that kind of tree.")
+        raise DataError(f"the inputs are {actual}; the model takes {expected}, in that kind of tree.", fix=f"{expected}.")
     for path, want in flatten(wanted).items():
         leaf = flatten(inputs)[path]
         if jax.dtypes.canonicalize_dtype(leaf.dtype) != want.dtype or np.shape(leaf)[1:] != want.shape[1:]:
             fix = f"astype({str(want.dtype)!r})" if np.shape(leaf)[1:] == want.shape[1:] else "rows of that shape"
             raise DataError(f"the inputs are {actual}; the model takes {expected}.", fix=f"{fix}.")
     if rows == 0:
-        raise DataError("the inputs are empty: 0 rows.")
+        raise DataError("the inputs are empty: 0 rows.", fix="at least one row.")
     return rows
 
 

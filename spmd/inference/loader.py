@@ -145,7 +145,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     import_extra("flatbuffers", "export")
     place = as_path(folder, "folder")
     if not place.is_dir():
-        raise ExportError(f"{place}: there is no such folder.")
+        raise ExportError(f"{place}: there is no such folder.", fix="the folder that result.export(...) wrote.")
     about = _about(place)
     why = find_damage(place)
     if why is not None:
@@ -198,7 +198,9 @@ def _about(place: Path) -> dict[str, Any]:
         missing = [name for name in REQUIRED if name not in about] if version == FORMAT else []
         wrong = [name for name, is_valid in REQUIRED.items() if not (missing or is_valid(about[name]))] if version == FORMAT else []
     except FileNotFoundError:
-        raise ExportError(f"{place} is not an exported model: it has no {ABOUT}.") from None
+        raise ExportError(
+            f"{place} is not an exported model: it has no {ABOUT}.", fix="the folder that result.export(...) wrote."
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise _damaged(place, f"{ABOUT} cannot be read: {type(error).__name__}") from error
     if missing:

@@ -81,7 +81,10 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
         convolved.append(net.program is not None or has_convolution(equations(jaxpr.jaxpr)))  # an exported program cannot be vectorised
         if not plain or outputs[-1] != outputs[0]:
             wanted = f"the first returns {outputs[0][0]}" if plain else "expected one array of logits [rows, ..., classes]"
-            raise EnsembleError(f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {wanted}.")
+            raise EnsembleError(
+                f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {wanted}.",
+                fix="a model with one row of outputs for each of inputs.",
+            )
         text = net.program or jax.jit(net.function).lower(abstract(net.arrays), inputs).as_text()
         shapes = tuple(describe(leaf) for leaf in jax.tree.leaves(net.arrays))
         places_by_program.setdefault((hashlib.sha256(text.encode()).hexdigest(), shapes), []).append(at)

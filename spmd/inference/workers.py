@@ -126,7 +126,10 @@ class Workers:
             reasons = [f"\n    {name} {why}" for name, why in failed.items()]
             reasons += [f"\n    {', '.join(late)}: late"] if late else []
             limit = "" if deadline is None else f" in {deadline:g} s"
-            raise EnsembleError(f"none of the {len(names)} members answered{limit}:{''.join(reasons)}")
+            raise EnsembleError(
+                f"none of the {len(names)} members answered{limit}:{''.join(reasons)}",
+                fix="what each member's error says, or a longer deadline.",
+            )
         return logits, late, failed, time.monotonic() - began
 
     def close(self, seconds: float) -> None:

@@ -155,7 +155,7 @@ def _first_record(path: str, kind: str) -> bytes:
             return import_extra("grain", "data").sources.ArrayRecordDataSource(path)[0]
         except (RuntimeError, ValueError, IndexError) as error:  # raised for files of other kinds, damaged and empty files
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(f"its first record cannot be read: {why}.") from error
+            raise DataError(f"its first record cannot be read: {why}.", fix="the file as it was written.") from error
     starts, ends = scan(path)
     with open(path, "rb") as file:
         file.seek(int(starts[0]) + HEAD)

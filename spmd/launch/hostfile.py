@@ -89,7 +89,7 @@ def _jobs(path: Path, text: str) -> tuple[Host, ...]:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise OptionError(f"{path} is not valid TOML: {error}.") from None
+        raise OptionError(f"{path} is not valid TOML: {error}.", fix='[[hosts]] tables, with address = "name".') from None
     for key in document:
         if key not in ("jobs", "addresses"):
             raise OptionError(f"{path}: [{key}].", fix=f"{did_you_mean(key, ('jobs', 'addresses'))}")

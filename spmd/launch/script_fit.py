@@ -43,7 +43,7 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
         try:
             given = dict(inspect.signature(real).bind(*args, **options).arguments)
         except TypeError as error:
-            raise OptionError(f"{script} calls spmd.fit with invalid arguments: {error}.") from error
+            raise OptionError(f"{script} calls spmd.fit with invalid arguments: {error}.", fix="correct that call.") from error
         steps.close()  # the real fit may need them
         try:
             result = call(real, given)
@@ -77,7 +77,7 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
     except (Exception, SystemExit) as error:
         if not outcome:  # otherwise, the code after the call does not matter
             why = f"ended ({error.code})" if isinstance(error, SystemExit) else f"fails, {type(error).__name__}: {error},"
-            raise OptionError(f"{script} {why} before it called spmd.fit.") from error
+            raise OptionError(f"{script} {why} before it called spmd.fit.", fix=f"python {script} shows where.") from error
     finally:
         sys.argv, sys.path = argv, paths
         os.chdir(folder)

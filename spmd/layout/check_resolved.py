@@ -61,6 +61,8 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
     if REDUCTIONS[declared.reduction].make:
         why = f'reduction "{declared.reduction}" is a registered function, which is given full gradients.'
         yield from _sharded_problems(resolved, why)
+    wide = {place.path for place in resolved.placements.values() if place.dtype not in ("float32", "bfloat16", "float16")}
+    everywhere = wide == {*resolved.placements} and not declared.rules
     for place in resolved.placements.values():
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
         source = codec_rule(declared, place.path)
@@ -68,9 +70,10 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         rule = f'[[gradients.rules]]  path = "{place.path}"'
         if isinstance(source, GradientRule):
             rule = f'except = ["{place.path}"]  in the rule for "{source.path}", and  {rule}'
-        if codec != "exact" and place.dtype not in ("float32", "bfloat16", "float16"):
+        if codec != "exact" and place.path in wide:
             why = f"codec {codec} computes in float32, which cannot represent a gradient of {place.dtype}."
-            yield Problem(where, [why], f'{rule}  codec = "exact".', path=place.path, kind="conflict")
+            fix = '[gradients] codec = "exact".' if everywhere else f'{rule}  codec = "exact".'
+            yield Problem(where, [why], fix, path=place.path, kind="conflict")
         if codec != "exact" and mixes_data_axes(spec, data):
             why = f"a dim is sharded over a data axis together with another axis, which codec {codec} does not support."
             fix = f'the two axes on two dims, or {rule}  codec = "exact".'

@@ -52,7 +52,7 @@ class Gradients:
       start_step: the number of steps that reduce exactly before codecs are used.
       bucket_bytes: gradients are sent in buckets of at most this many bytes (as float32); a larger gradient is sent alone.
       exact_axes: data axes over which gradients are reduced exactly first (inside a node); codecs are used over the others.
-      diagnostics: measure the residuals' norm and the error of the mean; costs one more exact reduction per step.
+      diagnostics: measure the residuals' norm and the error of the mean; costs one more exact reduction per step, in float32.
       weights: "exact" or "bfloat16": the format in which sharded weights are gathered.
       gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the loop over them, the "full" stack before
         it, or "auto": as memory and sizes say (docs/layouts.md). By layer, memory holds few layers' weights.

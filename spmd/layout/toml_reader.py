@@ -94,7 +94,7 @@ def load(source: str | Path | Layout) -> Layout:
         loads(dumps(source), f'layout "{source.name}"', written=False)  # the same checks as for a file
         return source
     if not isinstance(source, str | Path):
-        fix = f"a path to a TOML file, a spmd.Layout, or one of the shipped: {', '.join(shipped())}."
+        fix = f"a path to a TOML file, an spmd.Layout, or one of the shipped: {', '.join(shipped())}."
         raise LayoutError(f"layout={short_repr(source)} is {type_name(source)}.", fix=fix)
     known = shipped()
     path = known[str(source)] if str(source) in known else as_path(source, "layout")
@@ -412,7 +412,7 @@ class _Reader(Tables):
         try:
             compiled(pattern)
         except (LayoutError, TypeError) as error:
-            why = str(error) if isinstance(error, LayoutError) else f"{as_toml(pattern)} is not a path."
+            why = error.message if isinstance(error, LayoutError) else f"{as_toml(pattern)} is not a path."
             self.problem(where, why, 'such as "**/{up,down}/kernel".', line)
 
     def spec(self, value: Any, where: str, line: int | None) -> Spec:

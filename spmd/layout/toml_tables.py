@@ -174,6 +174,15 @@ class Tables:
         return values
 
 
+OTHER_WORDS = {  # of other languages, by what TOML has in their place
+    **dict.fromkeys(
+        ("None", "null", "nil"), '"-" for a dim that is not sharded, such as ["-", "data"]; a key without a value is left out.'
+    ),
+    **dict.fromkeys(("True", "TRUE"), "true, in small letters."),
+    **dict.fromkeys(("False", "FALSE"), "false, in small letters."),
+}
+
+
 def syntax_error(error: type[SpmdError], text: str, where: str, message: str, fix: str) -> SpmdError:
     """The message of the TOML parser, with the line at which it stopped; `fix` ends with where valid text is seen."""
     fix = f"strings in double quotes, one key = value on a line; {fix}"
@@ -181,7 +190,10 @@ def syntax_error(error: type[SpmdError], text: str, where: str, message: str, fi
     if not place:
         return error(f"{where} is not TOML: {message}.", fix=fix, kind="syntax")
     line = int(place[2])
-    why = f"{where}, line {line} is not TOML: {place[1]} (column {place[3]}).\n    {text.splitlines()[line - 1]}"
+    source = text.splitlines()[line - 1]
+    word = re.match(r"[A-Za-z_]\w*", source[int(place[3]) - 1 :])
+    fix = OTHER_WORDS.get(word[0], fix) if word else fix
+    why = f"{where}, line {line} is not TOML: {place[1]} (column {place[3]}).\n    {source}"
     return error(why, fix=fix, kind="syntax", line=line)
 
 

@@ -169,9 +169,8 @@ def trace_abstractly(function: Callable[..., Any], subject: str, *args: Any) -> 
     except (SpmdError, KeyboardInterrupt):
         raise
     except Exception as error:
-        explanation = explain_jax_error(error)
-        if explanation:
-            raise ModelError(explanation) from error
+        if explained := explain_jax_error(error):
+            raise ModelError(explained[0], fix=explained[1]) from error
         if needs_values(error):
             why = f"{subject} cannot be traced without data: {first_line(error)}\n"
             why += "    It is traced with abstract arrays, to know every shape before anything is allocated."
@@ -198,26 +197,26 @@ def needs_values(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, VALUE_ERRORS) or needs_values(error.__cause__))
 
 
-def explain_jax_error(error: Exception) -> str:
-    """What is wrong and how to fix it, of errors of JAX that are not about shapes; "" of others."""
+def explain_jax_error(error: Exception) -> tuple[str, str] | None:
+    """What is wrong and how to fix it, of errors of JAX that are not about shapes; None of others."""
     message = str(error)
     if isinstance(error, NameError) and (axis := re.search(r"unbound axis name: (\w+)", message)):
         return (
-            f'the model or the loss runs a collective over an axis "{axis[1]}" (such as jax.lax.pmean), which is not bound here.\n'
-            "    fix: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
+            f'the model or the loss runs a collective over an axis "{axis[1]}" (such as jax.lax.pmean), which is not bound here.',
+            "take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already.",
         )
     if "with_sharding_constraint" in message and "mesh" in message:
         return (
-            "the model calls with_sharding_constraint by a name that it imported, so spmd cannot pass it the mesh.\n"
-            "    fix: call it as jax.lax.with_sharding_constraint, or take it out."
+            "the model calls with_sharding_constraint by a name that it imported, so spmd cannot pass it the mesh.",
+            "call it as jax.lax.with_sharding_constraint, or take it out.",
         )
     if "PartitionSpec" in message and "mesh context" in message:
         return (
             "the model shards its arrays itself, by out_sharding, which needs a mesh with explicit axes; here the layout "
-            "says where arrays are.\n"
-            "    fix: the model without shardings of its own, and [[activations]] for what its submodules return."
+            "says where arrays are.",
+            "the model without shardings of its own, and [[activations]] for what its submodules return.",
         )
-    return ""
+    return None
 
 
 SWITCHES = {  # arguments and fields that switch between training and evaluation, with their values in training

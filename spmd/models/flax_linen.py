@@ -135,7 +135,9 @@ class LinenModel(Model):
         probe = _LinenInit(self._module, key, self._seen)
         run(probe)
         if not probe.called:
-            raise ModelError("the loss never calls the model, so a linen module cannot be initialised from it.")
+            raise ModelError(
+                "the loss never calls the model, so a linen module cannot be initialised from it.", fix="model(inputs) in the loss."
+            )
         self._seen.check_sown()
         if BY_GRADIENT in probe.variables:
             paths = join_names(flatten(linen.meta.unbox(probe.variables[BY_GRADIENT])), most=2)

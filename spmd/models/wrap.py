@@ -21,8 +21,7 @@ def wrap(model: Any) -> Model:
     """
     _check_library(model if isinstance(model, type) else type(model))
     if isinstance(model, type):
-        fix = f"pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
-        raise ModelError(f"model={model.__name__} is a class.", fix=fix)
+        raise ModelError(f"model={model.__name__} is a class.", fix=f"{how_to_build(model)}.")
     if isinstance(model, Model):
         return model
     if isinstance(model, nnx.Module):
@@ -37,6 +36,20 @@ def wrap(model: Any) -> Model:
         return _wrap_factory(model)
     fix = "an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."
     raise ModelError(f"model={short_repr(model)} is {type_name(model)}.", fix=fix)
+
+
+def how_to_build(kind: type) -> str:
+    """A fix for a class in the place of a model, with the arguments that it needs.
+
+    >>> how_to_build(type("Net", (linen.Module,), {"__annotations__": {"width": int}}))
+    'Net(width=...)'
+    >>> how_to_build(nnx.Linear)
+    'a function that builds it: lambda: Linear(in_features=..., out_features=..., rngs=nnx.Rngs(0))'
+    """
+    needs = missing_arguments(kind.__init__)[1:]  # of the class itself, nnx hides them behind its metaclass
+    needs = [name for name in needs if name not in ("parent", "name")]
+    call = f"{kind.__name__}({', '.join('rngs=nnx.Rngs(0)' if name == 'rngs' else f'{name}=...' for name in needs)})"
+    return call if issubclass(kind, linen.Module) else f"a function that builds it: lambda: {call}"
 
 
 LIBRARIES = {  # by package: its name, why its models cannot be trained as they are, and what can be done
@@ -96,7 +109,7 @@ def _wrap_factory(factory: Callable[[], Any]) -> Model:
         nnx_model.remember(shapes)
         return nnx_model
     if not isinstance(model, linen.Module | FunctionalModel):
-        fix = "return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
+        fix = "return an nnx.Module, a linen.Module or an spmd.FunctionalModel."
         raise ModelError(f"the model's factory returned {type_name(model)}.", fix=fix)
     return wrap(factory())
 

@@ -88,7 +88,7 @@ class Search:
           OptionError: nothing fits.
         """
         if not self.plans:
-            raise OptionError(f"search: {self._why_nothing}, so there is nothing to draw.")
+            raise OptionError(f"search: {self._why_nothing}, so there is nothing to draw.", fix="print(search) shows what was tried.")
         return framed(self._chart)
 
     @property

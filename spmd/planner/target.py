@@ -371,7 +371,7 @@ def load(name: str) -> Target:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} is not TOML: {error}.") from error
+        raise OptionError(f"{path} is not TOML: {error}.", fix="`spmd targets` shows those that are shipped.") from error
     raise_problems(OptionError, f"{path} does not describe a target", _problems(table))
     links = [key for key in ("inside", "between", "sites") if key in table]
     parsed: dict[str, Any] = {key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in links}

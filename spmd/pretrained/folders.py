@@ -78,9 +78,9 @@ def read_config(folder: Path, name: str = CONFIG, fix: str = OWN) -> dict[str, A
             raise PretrainedError(f"{folder} has adapters and no model.", fix=fix) from error
         raise PretrainedError(f"{path} cannot be read: {error.strerror}.", fix=fix) from error
     except ValueError as error:
-        raise PretrainedError(f"{path} is not JSON: {error}.") from error
+        raise PretrainedError(f"{path} is not JSON: {error}.", fix="download it again.") from error
     if not isinstance(config, dict):
-        raise PretrainedError(f"{path} is not a JSON object but {short_repr(config)}.")
+        raise PretrainedError(f"{path} is not a JSON object but {short_repr(config)}.", fix="download it again.")
     return config
 
 

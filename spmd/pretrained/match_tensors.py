@@ -11,6 +11,11 @@ from spmd.pretrained.name_map import LAYER, Layers, NameMap, TensorRule, compile
 from spmd.pretrained.safetensors_files import Box, Tensor
 from spmd.tree import describe
 
+HEADS = {  # what to do where a folder lacks the head, by what its path in a model begins with
+    "head/": '"tie_word_embeddings": true in config.json, if the head is the table of the embedding; or a folder that has it.',
+    "classifier/": "spmd.pretrained.load(folder, labels=[...]), which makes a new one; or a folder that has it.",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -109,8 +114,10 @@ class _Matcher:
         in_model = _captures(rule.model, self._places)
         if not in_files:
             if not (rule.tied or rule.optional):
-                near = did_you_mean(rule.file[0], _patterns(self._tensors))
-                self._problem(rule, rule.file[0], ["matches no tensor."], f"{near} Or optional = true.")
+                near = closest(rule.file[0], _patterns(self._tensors))
+                known = f'did you mean "{near}"?' if near else "a folder that has it."
+                fix = next((fix for part, fix in HEADS.items() if rule.model[0].startswith(part)), f"{known} Or optional = true.")
+                self._problem(rule, rule.file[0], ["matches no tensor."], fix)
                 self._explained |= {self._places[name] for at in in_model for name in _names(rule.model, at) if name in self._places}
             return
         for captures in in_files:

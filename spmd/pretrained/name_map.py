@@ -113,6 +113,9 @@ class Layers:
     list: str = ""
 
 
+WRAPPER = re.compile(r"((?:module|_orig_mod)\.)+")  # which PyTorch puts before every name in a wrapped model
+
+
 @dataclasses.dataclass(frozen=True)
 class NameMap:
     """Which tensors of a folder are which arrays of a model.
@@ -172,21 +175,29 @@ class NameMap:
         return name_map
 
     def for_names(self, names: Iterable[str]) -> "NameMap":
-        """The map without its prefix, if no tensor has it.
+        """The map without its prefix, if no tensor has it; and with that of a wrapper of PyTorch's, if all have it.
 
         >>> rules = (TensorRule(("model.w",), ("w",)),)
         >>> NameMap(rules, prefix="model.").for_names(["w"]).tensors[0].file
         ('w',)
+        >>> NameMap(rules, prefix="model.").for_names(["_orig_mod.model.w"]).tensors[0].file
+        ('_orig_mod.model.w',)
         """
-        if not self.prefix or any(name.startswith(self.prefix) for name in names):
+        names = list(names)
+        wrapped = WRAPPER.match(min(names, default=""))
+        wrapper = wrapped[0] if wrapped and all(name.startswith(wrapped[0]) for name in names) else ""
+        if any(file.startswith(wrapper) for rule in self.tensors for file in rule.file):  # the map has it itself
+            wrapper = ""
+        prefix = self.prefix if any(name.removeprefix(wrapper).startswith(self.prefix) for name in names) else ""
+        if prefix == self.prefix and not wrapper:
             return self
 
-        def short(pattern: str) -> str:
-            return pattern.removeprefix(self.prefix)
+        def as_named(pattern: str) -> str:
+            return wrapper + (pattern if prefix else pattern.removeprefix(self.prefix))
 
-        tensors = tuple(dataclasses.replace(rule, file=tuple(map(short, rule.file))) for rule in self.tensors)
-        ignored = tuple(dataclasses.replace(rule, file=short(rule.file)) for rule in self.ignored)
-        return dataclasses.replace(self, tensors=tensors, ignored=ignored, prefix="")
+        tensors = tuple(dataclasses.replace(rule, file=tuple(map(as_named, rule.file))) for rule in self.tensors)
+        ignored = tuple(dataclasses.replace(rule, file=as_named(rule.file)) for rule in self.ignored)
+        return dataclasses.replace(self, tensors=tensors, ignored=ignored, prefix=wrapper + prefix)
 
 
 class _Reader(Tables):

@@ -139,7 +139,7 @@ def _groups(links: Sequence[Link], target: jax.ShapeDtypeStruct) -> list[list[Sh
 
 def _shards(path: str, target: jax.ShapeDtypeStruct) -> list[Shard]:
     if target.sharding is None:
-        raise PretrainedError(f"{path} has no sharding.")
+        raise PretrainedError(f"{path} has no sharding.", fix="jax.ShapeDtypeStruct(..., sharding=...).")
     devices: dict[Box, list[Any]] = collections.defaultdict(list)
     for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
         ranges = (part.indices(size)[:2] for part, size in zip(index or (), target.shape, strict=True))

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import jax
 
+from spmd.data.batches import find_nonfinite
 from spmd.distributed import watchdog
 from spmd.distributed.replica_check import check_replicas
 from spmd.errors import (
@@ -37,11 +38,12 @@ class Info:
       rows: examples in the step's batch, over all workers.
     """
 
-    __slots__ = ("_control", "_exact", "epoch", "metrics", "rows", "step")  # so that info.stop = True, which would do nothing, is an error
+    # so that info.stop = True, which would do nothing, is an error
+    __slots__ = ("_batch", "_control", "_exact", "epoch", "metrics", "rows", "step")
 
-    def __init__(self, control: Any, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool):
+    def __init__(self, control: Any, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool, batch: Any = None):
         self._control, self.step, self.epoch, self.metrics, self.rows = control, step, epoch, metrics, rows
-        self._exact = exact
+        self._exact, self._batch = exact, batch
 
     @property
     def state(self) -> Any:
@@ -108,6 +110,11 @@ class Info:
     def suspects(self) -> str:
         """Known causes of a NaN in a batch under this loss, as the end of a sentence."""
         return self._control.config.program.nan_causes
+
+    @property
+    def nonfinite(self) -> str:
+        """The first value of this step's batch that is not finite, by key and row; "" if there is none, or no batch."""
+        return "" if self._batch is None else find_nonfinite(self._batch)
 
 
 class Callback:
@@ -226,8 +233,12 @@ class TerminateOnNaN(Callback):
         """Raise `DivergedError` on the first value that is not finite."""
         if LEFT in info.metrics:
             return
+        if all(math.isfinite(info.metrics.get(name, 0.0)) for name in self.metrics):
+            return
         inspect = f"inspect the batch of this step{info.suspects}"
-        self._check(info, "", f"lower the learning rate, clip gradients (optax.clip_by_global_norm), or {inspect}.")
+        self._check(
+            info, "", look_at(info.nonfinite, f"lower the learning rate, clip gradients (optax.clip_by_global_norm), or {inspect}.")
+        )
 
     def on_eval(self, info: Info) -> None:
         """The same for the metrics of an evaluation."""
@@ -239,11 +250,17 @@ class TerminateOnNaN(Callback):
                 raise DivergedError(f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}', fix=fix)
 
 
-def check_first_loss(callbacks: Sequence[Callback], loss: float) -> None:
+def look_at(nonfinite: str, otherwise: str) -> str:
+    """A fix that names a value of the batch that is not finite, if there is one, before other advice."""
+    return f"correct the data: {nonfinite}. If that is intended, {otherwise}" if nonfinite else otherwise
+
+
+def check_first_loss(callbacks: Sequence[Callback], loss: float, batch: Any = None) -> None:
     """Raise `DivergedError` if the loss is watched and not finite at the first step: training cannot be the cause then."""
     if not math.isfinite(loss) and any("loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)):
         fix = "look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or too large initial values."
-        raise DivergedError(f"the loss is {loss} at the first step.", fix=fix)
+        nonfinite = "" if batch is None else find_nonfinite(batch)
+        raise DivergedError(f"the loss is {loss} at the first step.", fix=look_at(nonfinite, fix))
 
 
 class EarlyStopping(Callback):
@@ -327,7 +344,7 @@ class StopAt(Callback):
 
     def __init__(self, *, step: int | None = None, seconds: float | None = None):
         if (step is None and seconds is None) or (step is not None and step < 1) or (seconds is not None and seconds < 0):
-            raise OptionError(f"StopAt(step={step}, seconds={seconds}): give step >= 1, seconds >= 0, or both.")
+            raise OptionError(f"StopAt(step={step}, seconds={seconds}).", fix="step from 1, seconds from 0, or both.")
         self.step, self.seconds, self._started = step, seconds, time.monotonic()
 
     def on_start(self, info: Info) -> None:
@@ -359,7 +376,8 @@ def as_callbacks(values: Any) -> list[Callback]:
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
     for value in values:
         if isinstance(value, type) or not (isinstance(value, Callback) or callable(value)):
-            raise OptionError(f"callback {short_repr(value)} is neither an spmd.callbacks.Callback nor a function of info.")
+            fix = f"{value.__name__}(...), an instance." if isinstance(value, type) else "such as spmd.callbacks.StopAt(step=1000)."
+            raise OptionError(f"callback {short_repr(value)} is neither an spmd.callbacks.Callback nor a function of info.", fix=fix)
         callback = value if isinstance(value, Callback) else Each(value)
         for name in dir(callback):
             if name.startswith("on_") and name not in hooks:

@@ -85,13 +85,16 @@ class Checkpoint:
                 raise OptionError("Checkpoint: memory_folder has no effect without memory_every.", fix="memory_every=20, or leave it out.")
 
 
+LOOK_AT_DISK = "see whether the disk of that folder works; resume=True resumes from the newest checkpoint."
+
+
 def as_checkpoint(value: Any) -> Checkpoint | None:
     """A `Checkpoint` from the argument of `fit`: a folder, a `Checkpoint`, or None."""
     if value is None or isinstance(value, Checkpoint):
         return value
     if isinstance(value, str | os.PathLike):
         return Checkpoint(as_path(value, "checkpoint"))
-    raise OptionError(f"checkpoint={short_repr(value)} is {type_name(value)}; expected a folder or an spmd.Checkpoint.")
+    raise OptionError(f"checkpoint={short_repr(value)} is {type_name(value)}.", fix="a folder, or an spmd.Checkpoint.")
 
 
 class _Failures(logging.Handler):
@@ -261,7 +264,9 @@ class CheckpointStore(CheckpointReader):
         self._check_owner()
         (folder,) = (self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")
         if not (folder / STATE / MERGED).exists():
-            raise CheckpointError(f"the arrays of step {self._writing} were written, and not merged: {folder / STATE / MERGED} is missing.")
+            raise CheckpointError(
+                f"the arrays of step {self._writing} were written, and not merged: {folder / STATE / MERGED} is missing.", fix=LOOK_AT_DISK
+            )
         write_manifest(folder)
 
     def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
@@ -337,7 +342,7 @@ class CheckpointStore(CheckpointReader):
         with jax.transfer_guard_device_to_host("allow"):  # Orbax copies the state to the host
             saved = self._manager.save(step, args=args, metrics=metrics or None, force=True)
         if not saved:
-            raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
+            raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.", fix=LOOK_AT_DISK)
         self._scores[step] = metrics.get(self.config.best or "")
 
     def _check_disk_space(self, state: State) -> None:
@@ -363,10 +368,12 @@ class CheckpointStore(CheckpointReader):
             self._saved = self.latest()
             if isinstance(error, SpmdError):
                 raise
-            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {first_line(error)}") from error
+            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {first_line(error)}", fix=LOOK_AT_DISK) from error
         if self._saved is not None and not self._path(self._saved).exists():
             missing, self._saved = self._saved, None
-            raise CheckpointError(f"the checkpoint of step {missing} is not on disk in {self.folder}; there are {self.steps()}.")
+            raise CheckpointError(
+                f"the checkpoint of step {missing} is not on disk in {self.folder}; there are {self.steps()}.", fix=LOOK_AT_DISK
+            )
 
     def release(self) -> None:
         """Release the folder without raising failed saves, even if Ctrl-C interrupts the wait."""

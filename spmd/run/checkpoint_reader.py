@@ -57,6 +57,7 @@ META_TYPES = {
     "callbacks": list,
     "pace": list | None,
 }
+OTHER_MODEL = "the model, and the optimizer, that the run was trained with; or another folder, for a run of this one."
 RESTORE_PARAMS = (
     'parameters and batch statistics fit. Trainer.restore(folder, only="params") puts them into a new state of this optimizer, at step 0; '
     "fit(trainer.rebuild(state), ...) trains from there, into another folder."
@@ -81,7 +82,9 @@ class CheckpointReader:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"{self.folder}/checkpoints cannot be read: {error.strerror}.") from error
+            raise CheckpointError(
+                f"{self.folder}/checkpoints cannot be read: {error.strerror}.", fix="see whether the disk of that folder works."
+            ) from error
         return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
     def latest(self) -> int | None:
@@ -147,7 +150,7 @@ class CheckpointReader:
     def _chosen(self, which: int | str) -> int:
         steps = self.steps()
         if not steps:
-            raise CheckpointError(f"there is no checkpoint in {self.folder}.")
+            raise CheckpointError(f"there is no checkpoint in {self.folder}.", fix="the folder of a run that has saved one.")
         if which == "latest":
             return steps[-1]
         if which != "best":
@@ -223,7 +226,7 @@ class CheckpointReader:
                 with contextlib.suppress(CheckpointError):
                     self._repacking(step, meta, wanted, packing, of="model")
                     fix = RESTORE_PARAMS
-                raise (CheckpointError(f"{error}\n", fix=fix, problems=error.problems) if fix else error) from None
+                raise CheckpointError(error.message, fix=fix or OTHER_MODEL, problems=error.problems) from None
             comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.moves_params)
             state = {rewrapping.names[path]: leaf for path, leaf in repacking.to_read().items()}
             restored = self._read(step, {**comm_state, STATE: state})
@@ -309,7 +312,7 @@ class CheckpointReader:
         else:
             problems = repacking.problems()
         note = "" if is_packed else f"{len({*saved, *arrays}) - len(problems)} arrays fit"
-        raise_problems(CheckpointError, f"{headline} does not fit this {of}", problems, note)
+        raise_problems(CheckpointError, f"{headline} does not fit this {of}", problems, note, OTHER_MODEL)
         return repacking
 
     def _read(self, step: int, wanted: Mapping[str, Tree]) -> dict[str, dict[str, jax.Array]]:
@@ -376,7 +379,7 @@ def check_run_folder(path: str | Path) -> None:
     headline = f"checkpoint={short_repr(str(path))}: {why or 'there is no such folder'}"
     if run:
         raise CheckpointError(f"{headline}, and not the folder of a run.", fix=f"{run}, which it is in.")
-    raise CheckpointError(f"{headline}.")
+    raise CheckpointError(f"{headline}.", fix="the folder of a run, which fit(checkpoint=...) was given.")
 
 
 def saved_position(meta: Mapping[str, Any], step: int, reader: CheckpointReader, fix: str) -> tuple[Position, dict[str, Any]]:

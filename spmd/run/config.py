@@ -87,7 +87,7 @@ class RunState:
     Attributes:
       epoch: number of the current epoch, from 0; `position` is in the next one already when an epoch ends.
       samples: examples trained on in this call, over all processes, as far as metrics have been read.
-      began: its pace before the first step of this call.
+      began: the pace from which its rate is measured: without the first two calls, of which one is compiled, where more follow.
       pace: its pace when it was last shown.
       evaluated: results of the newest evaluation.
     """

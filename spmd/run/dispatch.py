@@ -71,7 +71,7 @@ class StepDispatcher:
             run.step += 1
         run.position.advance(batch.has_rows)
         run.position.reader = batch.position
-        self._metrics.add(run.step, packed, [batch.rows], counts)
+        self._metrics.add(run.step, packed, [batch], counts)
 
     def _device_calls(self, batches: list[HostBatch]) -> Iterator[Callable[[], None]]:
         """Calls on data that lives on the devices: many steps each; the remaining batches one by one."""
@@ -106,7 +106,7 @@ class StepDispatcher:
             run.step += len(batches)
         for batch in batches:
             run.position.advance(batch.has_rows)
-        self._metrics.add(first, packed, [batch.rows for batch in batches])
+        self._metrics.add(first, packed, batches)
 
     def _traced(self, count: int) -> contextlib.AbstractContextManager[None]:
         """Around a call of `count` steps, which the profiler may trace."""

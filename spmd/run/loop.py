@@ -50,7 +50,7 @@ class Loop:
         try:
             self._watchdog.begin_run(run.step)
             run.began = self._metrics.pace()
-            self._config.progress.start(run.step, control.total_steps(), pace=run.began)
+            self._config.progress.start(run.step, control.total_steps())
             stop_by(control.ask)
             with jax.transfer_guard("disallow"):
                 control.notify("on_start")

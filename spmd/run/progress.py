@@ -49,7 +49,7 @@ class NoProgress:
     def _do_nothing(self, *args: Any, **options: Any) -> None:
         """Ignore the call."""
 
-    start = due = update = show = say = evaluated = close = _do_nothing
+    start = begin = due = update = show = say = evaluated = close = _do_nothing
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Nothing is shown."""
@@ -76,6 +76,11 @@ class Progress:
         del doing
         self._started = self._measured = pace
         self._total = total
+
+    def begin(self, pace: Pace) -> None:
+        """Measure rates from this pace on: what came before, such as a first call that was compiled, is in none."""
+        self._started = self._measured = pace
+        self._rate = 0.0
 
     def due(self) -> bool:
         """Whether it is time to redraw."""

@@ -2,10 +2,12 @@
 
 import collections
 import types
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from spmd.data.batches import Batch, HostBatch
 from spmd.run.callbacks import Info, ReadOnlyMetrics, check_first_loss, notify, step_callbacks
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
@@ -18,6 +20,7 @@ from spmd.run.work import peak_memory
 from spmd.train.metrics import IN_FLIGHT, fetch, means
 from spmd.train.skipped_updates import LEFT
 
+Batches = Sequence[Batch | HostBatch]
 NOTHING: Counts = types.MappingProxyType({})  # was counted
 
 
@@ -26,8 +29,9 @@ class StepMetrics:
 
     def __init__(self, config: LoopConfig, run: RunState, control: RunControl):
         self._config, self._run, self._control = config, run, control
-        self._unread: collections.deque[tuple[int, int, jax.Array, list[int], float, Counts]] = collections.deque()
+        self._unread: collections.deque[tuple[int, int, jax.Array, Batches, float, Counts]] = collections.deque()
         self._calls = 0
+        self._compiled: Pace | None = None  # how far the first two calls came, of which one was compiled
         self._window = np.zeros((2, len(config.program.names)))
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
@@ -35,15 +39,17 @@ class StepMetrics:
         self._reports_short = averages_batches(run.state.opt)
         self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
 
-    def add(self, first_step: int, packed: jax.Array, rows: list[int], counts: Counts = NOTHING) -> None:
-        """Add the metrics of a call that was dispatched, and what a watched step has counted; read those of earlier calls.
+    def add(self, first_step: int, packed: jax.Array, batches: Batches, counts: Counts = NOTHING) -> None:
+        """Add the metrics of a call that was dispatched on some batches, and what a watched step has counted; read those of earlier calls.
 
         Metrics are read one step late: the device already has its next step while the host reads this one.
         """
-        self._unread.append((first_step, self._run.position.epoch, packed, rows, self._run.account.now(), counts))
+        self._unread.append((first_step, self._run.position.epoch, packed, batches, self._run.account.now(), counts))
         self._calls, self._control.watchdog.has_trained = self._calls + 1, True
         if self._calls == 2:  # the first one after compiling: how long a call takes
             packed.block_until_ready()
+            unread = sum(batch.rows for _, _, _, batches, *_ in self._unread for batch in batches)
+            self._compiled = self.pace()._replace(samples=self._run.samples + unread)
             self._run.account.call_done(self._unread[-1][4], seen=True)
         while len(self._unread) >= IN_FLIGHT:
             self.read_oldest()
@@ -64,7 +70,8 @@ class StepMetrics:
     def read_oldest(self) -> None:
         """Fetch the metrics of the oldest unread call; record them and call the callbacks that are due."""
         run, program = self._run, self._config.program
-        first, epoch, packed, rows, dispatched, counts = self._unread.popleft()
+        first, epoch, packed, batches, dispatched, counts = self._unread.popleft()
+        rows = [batch.rows for batch in batches]
         was_done = _is_done(packed)
         packed = self._fetch(packed)
         run.account.call_done(dispatched, seen=not was_done)
@@ -75,12 +82,15 @@ class StepMetrics:
             histograms = histogram_record(jax.tree.map(self._fetch, counts), program.placed.given.stacks())
             write_record(self._config.loggers, {"step": first, "epoch": epoch, **histograms})
         run.samples += sum(rows)
+        if self._compiled is not None and run.samples > self._compiled.samples:  # calls that can be measured without them
+            run.began, self._compiled = self._compiled, None
+            self._config.progress.begin(run.began)
         short = next((first + offset for offset, count in enumerate(rows) if count < program.rows), None)
         if self._reports_short and short is not None:
             self._reports_short = False
             report_short_batch(short, rows[short - first], program.rows)
         if first == 1 and not self._skipped(packed[0]):
-            check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0))
+            check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0), batches[0])
         newest = first + len(packed) - 1 == run.step
         for offset, sums in enumerate(packed):
             step = first + offset
@@ -89,7 +99,7 @@ class StepMetrics:
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
                 metrics = ReadOnlyMetrics({**self._means(sums), **program.static_metrics.at(step - 1)})
-                info = Info(self._control, step, epoch, metrics, rows[offset], exact=newest and step == run.step)
+                info = Info(self._control, step, epoch, metrics, rows[offset], exact=newest and step == run.step, batch=batches[offset])
                 notify(due, "on_step", info)
             self._window += sums
             self._newest_step = (step, epoch)
@@ -110,6 +120,8 @@ class StepMetrics:
             step, epoch = self._newest_step
             metrics = {**self._means(self._newest), **self._run.evaluated}
             pace = self._run.pace = self.pace()
+            if last:
+                self._config.progress.begin(self._run.began)
             self._config.progress.update(step, epoch, metrics, pace, self._config.work, last=last)
 
     def log(self) -> None:

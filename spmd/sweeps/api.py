@@ -252,6 +252,8 @@ def _measure(score: str | None, mode: str, study: SweepConfig, program: Program,
         raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
     known = [*program.names, *(f"eval_{name}" for name in program.evaluation.names if study.eval_data is not None)]
     name = score if score is not None else "eval_loss" if study.eval_data is not None else "loss"
+    if name not in known and name.startswith("eval_") and study.eval_data is None:
+        raise OptionError(f'score="{name}": there is no evaluation.', fix="eval_data=..., which has it.")
     if name not in known:
         raise OptionError(f'score="{name}": there is no such metric.', fix=did_you_mean(name, known))
     columns = ("trial", "steps", "ended", name, *(f"eval_{metric}" for metric in program.evaluation.names))

@@ -2,13 +2,13 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import linen, nnx
 
 from spmd.data.sources import ArraySource
-from spmd.errors import OptimizerError, OptionError, SpmdError, did_you_mean, first_line, short_repr
+from spmd.errors import OptimizerError, OptionError, SpmdError, closest, first_line, short_repr
 from spmd.layout.schema import Layout
 from spmd.sweeps.search_space import SEED, Between
 from spmd.train.model_setup import TrainConfig
@@ -58,8 +58,8 @@ class SweepConfig:
             required = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in _VARIADIC]
             missing = [name for name in required if name not in space and name != SEED]
             if missing:
-                known = did_you_mean(missing[0], list(space))
-                raise OptionError(f'{option} takes "{missing[0]}", which is not in the space.', fix=f"{known}; or a default.")
+                fix = _of_class(function, missing, space) if isinstance(function, type) else _of_argument(missing[0], space)
+                raise OptionError(f'{option} takes "{missing[0]}", which is not in the space.', fix=fix)
         for name in takes(self.config.model, space):
             if isinstance(space[name], Between):
                 why = f"make_model takes {name}, drawn from {space[name]}: each trial would compile its own program."
@@ -124,6 +124,22 @@ def _same(value: Any) -> Any:
     except TypeError:
         return id(value)  # the search space keeps it alive
     return value
+
+
+def _of_argument(missing: str, space: Mapping[str, Any]) -> str:
+    """A fix for an argument that is not in the space."""
+    near = closest(missing, list(space))
+    known = f'did you mean "{near}" for it? Or' if near else f"{missing}=[...] in the space, or"
+    return f"{known} a default for it."
+
+
+def _of_class(kind: type, missing: Sequence[str], space: Mapping[str, Any]) -> str:
+    """A fix for a class in the place of a function: one that calls it, with the arguments that are not in the space."""
+    varied = takes(kind, [*space, SEED])
+    arguments = [f"{name}={name}" for name in varied]
+    arguments += ["rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}=..." for name in missing]
+    begin = f"lambda {', '.join(varied)}:" if varied else "lambda:"
+    return f"a function that gives it: make_model={begin} {kind.__name__}({', '.join(arguments)})."
 
 
 def takes(function: Callable[..., Any], names: Any) -> list[str]:

@@ -101,7 +101,7 @@ def check_space(space: Any) -> dict[str, Any]:
 def _check_choices(name: Any, choices: Any) -> Between | list:
     """What one hyper-parameter may be: a distribution, or values, floats as float32 has them."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise OptionError(f"space: {name!r} is no name of an argument.")
+        raise OptionError(f"space: {name!r} is no name of an argument.", fix='such as {"learning_rate": [0.1, 0.01]}.')
     if isinstance(choices, Between):
         return choices
     if not isinstance(choices, Sequence | np.ndarray) or isinstance(choices, str) or not len(choices):

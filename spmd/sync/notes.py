@@ -40,6 +40,8 @@ def notes(sync: GradientSync) -> list[str]:
     elif declared.error_feedback:
         residuals = sum(4 * math.prod(spec.shard_layout.shape) for spec in specs if spec.error_feedback)
         lines.append(f"error feedback keeps {format_bytes(residuals)} of float32 residuals on each device.")
+    if sync.metric_names:
+        lines.append(f"diagnostics = true sends every gradient again, in float32: {exact_bytes(sync):,} bytes more in each step.")
     return lines
 
 

@@ -275,8 +275,8 @@ class Program:
         if "present" in events and not split:
             raise DataError(
                 f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.worker_count} workers do not divide, "
-                "while not all count.\n"
-                "    fix: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
+                "while not all count.",
+                fix="a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch.",
             )
 
     @LEAKS
@@ -325,7 +325,7 @@ class Program:
                     fix = f"predict(batch[{name!r}]), which the model takes"
                     break
             why = f"predict calls the model with its argument as it is, and the model fails on {given}: {first_line(error)}"
-            raise DataError(f"{why}\n    fix: {fix}.") from error
+            raise DataError(why, fix=f"{fix}.") from error
         self._traced_inputs.add(kind)
 
     def _run(self, key: tuple, *arguments: Any) -> Any:

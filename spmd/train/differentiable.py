@@ -40,8 +40,8 @@ def check_gradient(jaxpr: Any, params: int) -> None:
     """
     if params and not differentiable(jaxpr, [number < params for number in range(len(jaxpr.invars))])[0]:
         raise LossError(
-            f"the loss has no gradient: by none of the {params} parameters does it change smoothly, so nothing would be trained.\n"
-            "    fix: a loss computed from what the model returns, with no stop_gradient, argmax, rounding or comparison in between."
+            f"the loss has no gradient: by none of the {params} parameters does it change smoothly, so nothing would be trained.",
+            fix="a loss computed from what the model returns, with no stop_gradient, argmax, rounding or comparison in between.",
         )
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,8 +28,8 @@ def naming_differences(sample: Tree, trained: Tree) -> Iterator[None]:
         problems = [] if trained is None else batch_differences(sample, trained)
         if not problems:
             raise
-        problems[-1] = dataclasses.replace(problems[-1], fix="batches like those for training, but for the number of rows.")
-        raise DataError(problems_text(f"the data to evaluate does not fit: {str(error).splitlines()[0]}", problems)) from error
+        text = problems_text(f"the data to evaluate does not fit: {error.summary}", problems)
+        raise DataError(text, fix="batches like those for training, but for the number of rows.", problems=problems) from error
 
 
 def evaluation_program(placed: PlacedModel, sample: Tree, trained: Program | None) -> Program:

@@ -118,8 +118,8 @@ def check_pipeline(placed: PlacedModel) -> None:
     parallel, source, pipeline = placed.parallel, placed.resolved.layout.source, placed.parallel.pipeline
     if pipeline.axis is not None and "pipeline" not in parallel.used:
         raise LayoutError(
-            f'{source}: [pipeline] splits stacks of layers over "{pipeline.axis}", and the loss calls none.\n'
-            "    fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
+            f'{source}: [pipeline] splits stacks of layers over "{pipeline.axis}", and the loss calls none.',
+            fix="spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].",
         )
     leave = "leave it out."
     for key, given, part, kind, fix in (

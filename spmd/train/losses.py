@@ -130,9 +130,9 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
             raise DataError(
                 f'{function.name}: {count:g} of the {math.prod(batch[name].shape)} entries of the mask "{name}", '
                 f"{describe(batch[name])}, are neither 0 nor 1, such as "
-                f"{math.nan if nans else value:g}.\n"
-                "    fix: a mask of bool, or of 0 and 1. For weights, a loss of your own that returns "
-                "((weights * values).sum(), weights.sum())."
+                f"{math.nan if nans else value:g}.",
+                fix="a mask of bool, or of 0 and 1. For weights, a loss of your own that returns "
+                "((weights * values).sum(), weights.sum()).",
             )
 
 
@@ -168,8 +168,8 @@ def check_targets(loss: Any, classes: int, batch: Any) -> None:
     if low < 0 or high >= classes:
         ignored = " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)." if low < 0 else ""
         raise DataError(
-            f"{loss.name}: targets from {low} to {high}, and the model gives {classes} logits, for classes 0 to {classes - 1}.\n"
-            f"    fix: classes counted from 0, or a model with {max(high + 1, 1)} logits.{ignored}"
+            f"{loss.name}: targets from {low} to {high}, and the model gives {classes} logits, for classes 0 to {classes - 1}.",
+            fix=f"classes counted from 0, or a model with {max(high + 1, 1)} logits.{ignored}",
         )
 
 

@@ -90,7 +90,9 @@ class PerExample:
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return batch[0], batch[1]
         if not isinstance(batch, dict):
-            raise DataError(f"{self.name} wants a pair (inputs, targets) or a dict; the batch is a {type(batch).__name__}.")
+            raise DataError(
+                f"{self.name} wants a pair (inputs, targets) or a dict; the batch is a {type(batch).__name__}.", fix="(inputs, targets)."
+            )
         return batch[self._key(batch, self.inputs, INPUTS, "inputs")], batch[self._key(batch, self.targets, TARGETS, "targets")]
 
     def _key(self, batch: dict, named: str | None, known: tuple[str, ...], role: str) -> str:
@@ -103,8 +105,8 @@ class PerExample:
             return found[0]
         what = f"{len(found)} keys could be" if found else "no key is known as"
         raise DataError(
-            f"{self.name}: {what} the {role}; the batch has {', '.join(map(str, batch))}.\n"
-            f'    fix: name them: {self.name}.on(inputs="...", targets="...").'
+            f"{self.name}: {what} the {role}; the batch has {', '.join(map(str, batch))}.",
+            fix=f'name them: {self.name}.on(inputs="...", targets="...").',
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -121,8 +123,8 @@ class PerExample:
         for value in (numbers, of):
             if value.shape != counts.shape:
                 raise LossError(
-                    f"{self.name}: {describe(value)} for targets {describe(targets)}, so positions cannot be left out.\n"
-                    "    fix: a function with one value for each target."
+                    f"{self.name}: {describe(value)} for targets {describe(targets)}, so positions cannot be left out.",
+                    fix="a function with one value for each target.",
                 )
         numbers = jnp.where(self.no_mask(batch), jnp.nan, jnp.where(counts, numbers.astype(jnp.float32), 0.0))
         return numbers.sum(), jnp.where(counts, of.astype(jnp.float32), 0.0).sum()
@@ -137,8 +139,8 @@ class PerExample:
         if jnp.issubdtype(targets.dtype, jnp.integer) and not (limits := jnp.iinfo(targets.dtype)).min <= self.ignore <= limits.max:
             raise LossError(
                 f"{self.name}.on(ignore={self.ignore}): the targets are {describe(targets)}, from {limits.min} to {limits.max}, "
-                f"so none can be {self.ignore}.\n"
-                "    fix: targets of a dtype that holds it, such as int32, made before they are marked; or the number that marks them."
+                f"so none can be {self.ignore}.",
+                fix="targets of a dtype that holds it, such as int32, made before they are marked; or the number that marks them.",
             )
         return counts & (targets != self.ignore)
 
@@ -171,8 +173,8 @@ def same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
     """Refuse shapes that would be broadcast against each other."""
     if outputs.shape != targets.shape:
         raise LossError(
-            f"{name}: the targets are {describe(targets)}, but the outputs ask for {describe(outputs)}.\n"
-            "    fix: reshape one of them; they are not broadcast."
+            f"{name}: the targets are {describe(targets)}, but the outputs ask for {describe(outputs)}.",
+            fix="reshape one of them; they are not broadcast.",
         )
 
 
@@ -340,7 +342,8 @@ def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Ar
         return value.astype(jnp.float32) * count, count
     raise LossError(
         f'metric "{name}" is {describe(value)}; wanted a scalar, one value per example, float32[{weights.shape[0]}], '
-        "or a (sum, count) pair."
+        "or a (sum, count) pair.",
+        fix="the mean over the other dims, such as  values.mean(axis=tuple(range(1, values.ndim))).",
     )
 
 

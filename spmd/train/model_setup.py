@@ -89,9 +89,9 @@ def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0
     """
     compute_dtype(precision)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise OptionError(f"accumulate={short_repr(accumulate)}: a number of microbatches, from 1.")
+        raise OptionError(f"accumulate={short_repr(accumulate)}.", fix="a number of microbatches, from 1.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise OptionError(f"seed={short_repr(seed)}: a whole number from 0 to 2**32 - 1.")
+        raise OptionError(f"seed={short_repr(seed)}.", fix="a whole number from 0 to 2**32 - 1.")
 
 
 class PlacedModel:
@@ -283,8 +283,8 @@ class PlacedModel:
         counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
         if counted:
             raise ModelError(
-                f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).\n"
-                "    fix: an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model."
+                f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).",
+                fix="an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model.",
             )
         return variables
 

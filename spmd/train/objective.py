@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey
 
-from spmd.errors import LossError, SpmdError, did_you_mean, first_line, short_repr, type_name
+from spmd.errors import LossError, SpmdError, closest, did_you_mean, first_line, short_repr, type_name
 from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
 from spmd.train.metrics import Columns, PerExample, Sums, as_sum
 from spmd.train.sum_metrics import FromSums
@@ -29,6 +29,8 @@ RATES = (
     "data_wait",
     "goodput",
 )  # of log records
+LOSSES = ("cross_entropy", "cross_entropy_from_features", "mean_squared_error", "next_token")  # of `spmd.losses`
+OUTPUTS = ("logits", "log_probs", "log_predictions", "outputs", "predictions", "preds", "scores", "y_hat", "y_pred", "y_true")
 RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error", *RATES)  # names that a step's other numbers have
 
 
@@ -46,16 +48,21 @@ class Objective:
 
     def __post_init__(self):
         if not callable(self.loss):
-            raise LossError(
-                f"loss={short_repr(self.loss)} is {type_name(self.loss)}, not a function (model, batch[, rng]).\n"
-                "    fix: such as spmd.losses.mean_squared_error."
-            )
+            near = closest(self.loss, LOSSES) if isinstance(self.loss, str) else None
+            why = f"loss={short_repr(self.loss)} is {type_name(self.loss)}, not a function (model, batch[, rng])."
+            raise LossError(why, fix=f"spmd.losses.{near}." if near else "such as spmd.losses.mean_squared_error.")
+        if takes := _outputs_and_targets(self.loss):
+            name = f"{'optax.' if _package(self.loss) == 'optax' else ''}{short_repr(self.loss)}"
+            why = f"loss={name} takes {takes}; a loss takes the model and a batch."
+            call = "model(batch[0]), batch[1]"
+            raise LossError(why, fix=f"lambda model, batch: {name}({call}).mean(), or with the names of the batch's arrays.")
         if isinstance(self.loss, FromSums):
             why = f"loss={self.loss.name} is a function of sums over all rows of an evaluation, which has no gradient."
             raise LossError(why, fix=f'metrics={{"{self.loss.name.rpartition(".")[2]}": {self.loss.name}}}, and another loss.')
         for name, metric in self.metrics.items():
             if not callable(metric) or name in RESERVED:
-                raise LossError(f'metric "{name}" must be a function (model, batch), under another name than {", ".join(RESERVED)}.')
+                why = f'metric "{name}" must be a function (model, batch), under another name than {", ".join(RESERVED)}.'
+                raise LossError(why, fix=f"metrics={{{name!r}: spmd.metrics.accuracy}}, or another name for it.")
 
     def for_training(self) -> "Objective":
         """Only the metrics that share the loss's forward pass: they cost nothing."""
@@ -87,8 +94,8 @@ class Objective:
         numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
         if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
             raise LossError(
-                f"the loss returned {type_name(value)}; wanted a scalar, the mean over the batch, or one value per example.\n"
-                "    fix: return it alone, or as (value, {name: metric})."
+                f"the loss returned {type_name(value)}; wanted a scalar, the mean over the batch, or one value per example.",
+                fix="return it alone, or as (value, {name: metric}).",
             )
         twice = [name for name in extra if name in RESERVED or name in self.metrics]
         if twice:
@@ -105,8 +112,8 @@ class Objective:
             numbers = measured if isinstance(measured, tuple | list) else (getattr(measured, "values", measured),)
             if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
                 raise LossError(
-                    f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.\n'
-                    "    fix: an array or a number."
+                    f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.',
+                    fix="an array or a number.",
                 )
         return value, extra
 
@@ -137,11 +144,11 @@ def naming_in_trace(what: str, batch: Any, function: Callable[[Any], Any] | None
             fix = did_you_mean(key, keys) if names else f"one of {', '.join(map(short_repr, keys))}."
             inside = f' in "{missing.path}"' if missing.path else ""
             raise LossError(f"{what} reads the key {short_repr(key)}{inside}, and a batch has {{{shapes}}}.", fix=fix) from error
-        raise LossError(
-            explain_jax_error(error)
-            or f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}\n"
-            "    fix: check that the model takes these shapes, at the line that raised this."
-        ) from error
+        why, fix = explain_jax_error(error) or (
+            f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}",
+            "check that the model takes these shapes, at the line that raised this.",
+        )
+        raise LossError(why, fix=fix) from error
 
 
 class _MissingKey(KeyError):
@@ -214,8 +221,8 @@ def _leaked(what: str, error: Exception) -> LossError:
     return LossError(
         f"{what} uses an array of a trace that is over{f', made at {made}' if made else ''}.\n"
         "    A step is traced and then runs compiled, so what a model, a loss or a metric keeps in an attribute, a list or a global is a\n"
-        "    tracer, which has no value.\n"
-        "    fix: return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat."
+        "    tracer, which has no value.",
+        fix="return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat.",
     )
 
 
@@ -234,6 +241,19 @@ class _Memo:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _package(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__module__", None)).partition(".")[0]
+
+
+def _outputs_and_targets(loss: Callable[..., Any]) -> str:
+    """The first two arguments of a function of outputs and targets, as optax and others have them; "" of any other."""
+    try:
+        names = list(inspect.signature(loss).parameters)[:2]
+    except (TypeError, ValueError):
+        return ""
+    return " and ".join(names) if len(names) == 2 and (names[0] in OUTPUTS or _package(loss) == "optax") else ""
 
 
 def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any:
@@ -257,18 +277,21 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
     """
     if isinstance(value, tuple):
         if [x.shape for x in value] != [(), ()]:
-            raise LossError(f"the loss returned a pair of {' and '.join(map(describe, value))}; wanted (sum, count), two scalars.")
+            raise LossError(
+                f"the loss returned a pair of {' and '.join(map(describe, value))}; wanted (sum, count), two scalars.",
+                fix="(values.sum(), counts.sum()).",
+            )
         return False
     shown = describe(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise LossError(
-            f"the loss returned {shown}, which is not a floating-point number and has no gradient.\n"
-            "    fix: return the loss itself, not a count or an index."
+            f"the loss returned {shown}, which is not a floating-point number and has no gradient.",
+            fix="return the loss itself, not a count or an index.",
         )
     if value.shape not in ((), (rows,)):
         raise LossError(
-            f"the loss returned {shown}; wanted a scalar, the mean over the batch, or one value per example, float32[{rows}].\n"
-            "    fix: take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, loss.ndim)))."
+            f"the loss returned {shown}; wanted a scalar, the mean over the batch, or one value per example, float32[{rows}].",
+            fix="take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, loss.ndim))).",
         )
     for name, metric in extra.items():
         jax.eval_shape(lambda m, w, name=name: as_sum(name, m, w), metric, jax.ShapeDtypeStruct((rows,), jnp.float32))
@@ -290,6 +313,6 @@ def check_worker(value: Any, rows: int, *, rowwise: bool) -> None:
     """A loss that gives one value per example on the whole batch must do so on a worker's rows, however few they are."""
     if rowwise and value.shape != (rows,):
         raise LossError(
-            f"the loss returned float32[rows] for the whole batch, but {describe(value)} for the {rows} rows of one worker.\n"
-            "    fix: no squeeze() without an axis in the loss, and no batch size written into it."
+            f"the loss returned float32[rows] for the whole batch, but {describe(value)} for the {rows} rows of one worker.",
+            fix="no squeeze() without an axis in the loss, and no batch size written into it.",
         )

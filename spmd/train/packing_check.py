@@ -50,9 +50,9 @@ def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> N
     also = ' placement = "sliced" keeps the norm of each parameter.' if storage.placement != "sliced" else ""
     raise OptimizerError(
         f"{named} gives parameters other updates when they are packed into rows, as the servers keep them ({storage.placement}): in a "
-        f"trial they are {share}. It depends on shapes, paths or norms of single parameters.\n"
-        "    fix: element-wise transformations (sgd, adamw without a mask, ...; clip_by_global_norm is exact too), or [gradients] "
-        f'reduction = "reduce_scatter", which does not pack them.{also}'
+        f"trial they are {share}. It depends on shapes, paths or norms of single parameters.",
+        fix="element-wise transformations (sgd, adamw without a mask, ...; clip_by_global_norm is exact too), or [gradients] "
+        f'reduction = "reduce_scatter", which does not pack them.{also}',
     )
 
 

@@ -79,8 +79,8 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     ):
         shown = getattr(optimizer, "__name__", None) or (repr(optimizer) if isinstance(optimizer, str | int | float | None) else "...")
         raise OptimizerError(
-            f"optimizer={shown} is {type_name(optimizer)}, not an optax gradient transformation.\n"
-            "    fix: such as optax.adamw(1e-3); a function that makes one must be called."
+            f"optimizer={shown} is {type_name(optimizer)}, not an optax gradient transformation.",
+            fix="such as optax.adamw(1e-3); a function that makes one must be called.",
         )
     return adapt_optimizer(optimizer)
 

@@ -38,7 +38,8 @@ class StaticMetrics:
         exchange = self.placed.exchange
         if not exchange.reduction.manual:
             return ()  # XLA places the collectives
-        return ("wire_bytes", "compression_ratio") if exchange.metric_names else ("wire_bytes",)
+        compressed = self.placed.resolved.layout.gradients.compressed and not exchange.local
+        return ("wire_bytes", "compression_ratio") if compressed or exchange.metric_names else ("wire_bytes",)
 
     @property
     def _start_step(self) -> int:

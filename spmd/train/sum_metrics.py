@@ -90,7 +90,7 @@ class FromSums(PerExample):
         counts = None if self.mask is None and self.ignore is None else self.counts(batch)
         values = self.function(model(inputs), targets if counts is None else jnp.where(counts, targets, jnp.zeros_like(targets)))
         if getattr(values, "ndim", 0) < 2:
-            raise LossError(f"{self.name}: {describe(values)}; wanted [rows, ..., k], k numbers for each row.")
+            raise LossError(f"{self.name}: {describe(values)}.", fix="[rows, ..., k], k numbers for each row.")
         rows = jax.tree.leaves(targets)[0].shape[0]
         if values.shape[0] != rows:
             raise LossError(f"{self.name}: {describe(values)} for {rows} rows.", fix="[rows, ..., k], k numbers for each row.")
@@ -111,7 +111,7 @@ def _call(name: str, method: str, function: Callable[[np.ndarray], Any], sums: n
     try:
         return what, function(sums)
     except Exception as error:
-        raise LossError(f"{what} raised {first_line(error)}{user_line(error)}") from error
+        raise LossError(f"{what} raised {first_line(error)}{user_line(error)}", fix="correct that line.") from error
 
 
 def confusion(classes: int) -> FromSums:

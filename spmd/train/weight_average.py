@@ -92,7 +92,7 @@ def average_weights(
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, WeightAverage]:
         if params is None:
-            raise OptimizerError("average_weights: update without params.\n    fix: optimizer.update(gradients, state, params).")
+            raise OptimizerError("average_weights: update without params.", fix="optimizer.update(gradients, state, params).")
         updates, inner = tx.update(updates, state.inner, params, **extra)
         since = state.updates + 1 - start
 
@@ -139,7 +139,7 @@ def average_of(opt: Any, params: Tree) -> Tree:
         return slow[0][0].slow
     if not free:
         fix = "optimizer=spmd.optimizers.average_weights(optimizer), whose updates are the same."
-        raise OptimizerError(f"the optimizer keeps no average of the weights.\n    fix: {fix}")
+        raise OptimizerError("the optimizer keeps no average of the weights.", fix=fix)
     (state, outside), shapes = free[0], {path: leaf.shape for path, leaf in flatten(params).items()}
     if len(free) > 1 or outside or {path: leaf.shape for path, leaf in flatten(state.z).items()} != shapes:
         why = "optax.contrib.schedule_free is a part of the optimizer, so its average is not that of all weights as they are updated."
@@ -185,7 +185,7 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
             fix = "skip_spikes(average_weights(optimizer))" if spikes else "average_weights(optimizer)"
             fix = f"scale_loss({fix})." if scales else f"{fix}."
     if problem:
-        raise OptimizerError(f"average_weights would not average the weights as they are: {problem}\n    fix: {fix}")
+        raise OptimizerError(f"average_weights would not average the weights as they are: {problem}", fix=fix)
 
 
 def _found(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]:

@@ -57,6 +57,9 @@ def test_every_kind_of_number_in_any_shape(tmp_path, code, shape):
     assert numbers.flags.writeable
 
 
+IDX = "\n    fix: one of MNIST's four files, as it was downloaded."
+
+
 def refused(tmp_path, raw):
     (tmp_path / "file").write_bytes(raw)
     with pytest.raises(DataError) as raised:
@@ -66,12 +69,17 @@ def refused(tmp_path, raw):
 
 def test_each_kind_of_damage_has_its_error(tmp_path):
     raw = idx(IMAGES)
-    assert refused(tmp_path, raw[:-1]) == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7839."
-    assert refused(tmp_path, raw + b"x") == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7841."
-    assert refused(tmp_path, raw[:10]) == "FILE: the header of 3 dims is cut off."
-    assert refused(tmp_path, b"") == "FILE is not an IDX file: it starts with ''."
-    assert refused(tmp_path, b"\x89PNG" + raw) == "FILE is not an IDX file: it starts with '89 50 4e 47'."
-    assert refused(tmp_path, b"\0\0\x0a\x01" + raw) == "FILE is not an IDX file: it starts with '00 00 0a 01'."
+    assert (
+        refused(tmp_path, raw[:-1]) == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7839.\n    fix: download it again."
+    )
+    assert (
+        refused(tmp_path, raw + b"x")
+        == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7841.\n    fix: download it again."
+    )
+    assert refused(tmp_path, raw[:10]) == "FILE: the header of 3 dims is cut off.\n    fix: download it again."
+    assert refused(tmp_path, b"") == f"FILE is not an IDX file: it starts with ''.{IDX}"
+    assert refused(tmp_path, b"\x89PNG" + raw) == f"FILE is not an IDX file: it starts with '89 50 4e 47'.{IDX}"
+    assert refused(tmp_path, b"\0\0\x0a\x01" + raw) == f"FILE is not an IDX file: it starts with '00 00 0a 01'.{IDX}"
     assert re.match("FILE is a damaged gzip file: ", refused(tmp_path, gzip.compress(raw)[:-20]))
     spoilt = bytearray(gzip.compress(raw))
     spoilt[40] ^= 0xFF
@@ -82,7 +90,8 @@ def test_a_missing_file_lists_the_names_looked_for(tmp_path):
     with pytest.raises(DataError) as raised:
         spmd.data.mnist(write(tmp_path, skip=("t10k-labels",)))
     assert str(raised.value) == (
-        f"{tmp_path} has none of t10k-labels-idx1-ubyte, t10k-labels-idx1-ubyte.gz, t10k-labels.idx1-ubyte, t10k-labels.idx1-ubyte.gz."
+        f"{tmp_path} has none of t10k-labels-idx1-ubyte, t10k-labels-idx1-ubyte.gz, t10k-labels.idx1-ubyte, t10k-labels.idx1-ubyte.gz.\n"
+        "    fix: the folder with MNIST's four files."
     )
     with pytest.raises(DataError, match="nowhere has none of train-images"):
         spmd.data.mnist(tmp_path / "nowhere")
@@ -93,4 +102,7 @@ def test_images_and_labels_of_different_lengths_raise(tmp_path):
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS[:9]))
     with pytest.raises(DataError) as raised:
         spmd.data.mnist(tmp_path)
-    assert str(raised.value) == f"{tmp_path}: train images are [10, 28, 28], labels [9]; wanted [n, height, width] and [n]."
+    assert (
+        str(raised.value) == f"{tmp_path}: train images are [10, 28, 28], labels [9]; wanted [n, height, width] and [n].\n"
+        "    fix: both files of one data set."
+    )

@@ -305,7 +305,7 @@ def test_skipping_needs_a_loss_per_row(table):
 
 def test_invalid_options_raise(folder):
     for options, text in [
-        ({"batch_size": 0}, "batch_size=0: a whole number from 1"),
+        ({"batch_size": 0}, "batch_size=0.\n    fix: a whole number from 1"),
         ({"workers": -1}, "workers=-1"),
         ({"shuffle": 1}, "shuffle=1 is an int"),
         ({"shuffle": "yes"}, "shuffle='yes' is a str"),
@@ -315,7 +315,7 @@ def test_invalid_options_raise(folder):
         with pytest.raises(OptionError, match=text):
             records(folder, **options)
     data = records(folder)
-    for where, text in [((-1,), "epoch=-1: a whole number from 0"), ((0, -1), "start=-1"), ((0.5,), "epoch=0.5")]:
+    for where, text in [((-1,), "epoch=-1.\n    fix: a whole number from 0"), ((0, -1), "start=-1"), ((0.5,), "epoch=0.5")]:
         with pytest.raises(OptionError, match=text):
             data.epoch(*where)
     for state in ({}, None, {"epoch": 0}):

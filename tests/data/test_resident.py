@@ -124,10 +124,10 @@ def test_every_device_holds_everything():
 @pytest.mark.parametrize(
     "arrays, options, error, text",
     [
-        (examples(8), {"steps_per_call": 0}, OptionError, "steps_per_call=0: a whole number from 1."),
-        (examples(8), {"steps_per_call": True}, OptionError, "steps_per_call=True: a whole number from 1."),
-        ([1, 2], {}, DataError, "resident() takes a dict or tuple of arrays."),
-        (lambda: None, {}, DataError, "resident() takes a dict or tuple of arrays."),
+        (examples(8), {"steps_per_call": 0}, OptionError, "steps_per_call=0.\n    fix: a whole number from 1."),
+        (examples(8), {"steps_per_call": True}, OptionError, "steps_per_call=True.\n    fix: a whole number from 1."),
+        ([1, 2], {}, DataError, "resident() takes arrays.\n    fix: a dict or tuple of arrays of shape [rows, ...]."),
+        (lambda: None, {}, DataError, "resident() takes arrays.\n    fix: a dict or tuple of arrays of shape [rows, ...]."),
     ],
 )
 def test_resident_rejects_bad_arguments(arrays, options, error, text):

@@ -88,14 +88,25 @@ def test_arrays_and_iterables_are_distinguished():
 
 
 BAD_ARRAYS = {
-    "nothing": (None, {}, DataError, "data=None: give a dict or tuple of arrays, an iterable of batches, or a grain data set."),
+    "nothing": (
+        None,
+        {},
+        DataError,
+        "data=None is None, not data.\n    fix: a dict or tuple of arrays, an iterable of batches, or a grain data set.",
+    ),
     "a path": (
         "digits.npz",
         {},
         DataError,
-        "data='digits.npz': give a dict or tuple of arrays, an iterable of batches, or a grain data set.",
+        "data='digits.npz' is a str, not data.\n    fix: dict(numpy.load(\"digits.npz\")).",
     ),
-    "a number": (7, {}, DataError, "the data is an int: not arrays, and it cannot be iterated."),
+    "a number": (
+        7,
+        {},
+        DataError,
+        "the data is an int: not arrays, and it cannot be iterated.\n"
+        "    fix: a dict or tuple of arrays, an iterable of batches, or a grain data set.",
+    ),
     "no leaves": ({}, {}, DataError, "the data holds no arrays: {}.\n    fix: a dict or tuple of arrays of shape [rows, ...]."),
     "no examples": (
         numbered(0),
@@ -129,8 +140,8 @@ BAD_ARRAYS = {
         OptionError,
         "batch_size is missing: arrays must be split into batches.\n    fix: such as batch_size=128.",
     ),
-    "batch size 0": (numbered(8), {"batch_size": 0}, OptionError, "batch_size=0: a whole number from 1."),
-    "batch size 2.5": (numbered(8), {"batch_size": 2.5}, OptionError, "batch_size=2.5: a whole number from 1."),
+    "batch size 0": (numbered(8), {"batch_size": 0}, OptionError, "batch_size=0.\n    fix: a whole number from 1."),
+    "batch size 2.5": (numbered(8), {"batch_size": 2.5}, OptionError, "batch_size=2.5.\n    fix: a whole number from 1."),
     "shuffled iterable": (
         [numbered(8)],
         {"shuffle": True},
@@ -224,7 +235,11 @@ BAD_ITERABLES = {
         "the data is empty: it yields no batch.\n"
         "    fix: look at what it is made from; an iterator that was read before has to be made anew.",
     ),
-    "no rows": ([{"x": np.zeros((0, 2))}], {}, "the data is empty: its first batch has 0 rows."),
+    "no rows": (
+        [{"x": np.zeros((0, 2))}],
+        {},
+        "the data is empty: its first batch has 0 rows.\n    fix: look at what it was read or filtered from.",
+    ),
     "another size": (
         [numbered(8)],
         {"batch_size": 16},
@@ -300,8 +315,8 @@ def test_an_error_of_the_users_reader_comes_out_with_its_own_lines(prefetch):
     "data, options, pattern",
     [
         ({"x": np.array(["a", "b"])}, {}, r"the data: x <U1\[2\] cannot be placed on a device"),
-        ({"x": np.zeros(8)}, {"shuffle": "no"}, r"shuffle='no': True, False, or None"),
-        ({"x": np.zeros(8)}, {"batch_size": True}, r"batch_size=True: a whole number from 1"),
+        ({"x": np.zeros(8)}, {"shuffle": "no"}, r"shuffle='no'.\n    fix: True, False, or None"),
+        ({"x": np.zeros(8)}, {"batch_size": True}, r"batch_size=True.\n    fix: a whole number from 1"),
     ],
     ids=["words", "shuffle", "batch size"],
 )

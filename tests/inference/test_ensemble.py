@@ -226,7 +226,7 @@ def test_members_that_do_not_fit(three, digits, members, options, error, words):
 
 def test_labels_and_inputs_that_do_not_fit(three, digits):
     ensemble, data = spmd.Ensemble(three), digits[1]
-    with pytest.raises(DataError, match=r"the labels are int64\[297\]; expected integers \[297\] from 0 to 9"):
+    with pytest.raises(DataError, match=r"the labels are int64\[297\]; the members.* 10 classes\.\n    fix: integers \[297\] from 0 to 9"):
         ensemble.evaluate((data["image"], np.full(297, 10)))
     with pytest.raises(DataError, match=r"(?s)inputs and labels: .*fix: a pair \(inputs, labels\)"):
         ensemble.evaluate({"picture": data["image"], "label": data["label"]})

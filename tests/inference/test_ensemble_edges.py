@@ -84,7 +84,7 @@ def test_a_batch_size_that_is_none(size):
     calls = [lambda n: made.predict(x, batch_size=n), lambda n: made.members(x, batch_size=n), lambda n: made.uncertainty(x, batch_size=n)]
     calls += [lambda n: made.evaluate((x, y), batch_size=n), lambda n: made.calibrate(x, y, batch_size=n)]
     for call in calls:
-        with pytest.raises(OptionError, match=rf"batch_size={size}: a whole number from 1\."):
+        with pytest.raises(OptionError, match=rf"batch_size={size}.\n    fix: a whole number from 1\."):
             call(size)
 
 

@@ -227,7 +227,7 @@ ERRORS = {
     ),
     "class": (
         f"{CHECK}MLP --mesh data=4",
-        "ModelError: --model MLP is a class.\n    fix: pass a function that builds it: lambda: MLP(rngs=nnx.Rngs(0)).",
+        "ModelError: --model MLP is a class.\n    fix: a function that builds it: lambda: MLP(rngs=nnx.Rngs(0)).",
     ),
     "linen without a batch": (
         f"{CHECK}wide --mesh data=4",

@@ -80,7 +80,7 @@ def test_printed():
 REFUSED = {
     "gpip": (("gpip", 2, 2), 'no schedule "gpip"[\\s\\S]*did you mean "gpipe"'),
     "none": ((None, 2, 2), 'no schedule "None"'),
-    "no stages": (("gpipe", 0, 2), "stages=0: a whole number from 1"),
+    "no stages": (("gpipe", 0, 2), "stages=0.\n    fix: a whole number from 1"),
     "half a microbatch": (("gpipe", 2, 0.5), "microbatches=0.5"),
     "true": (("1f1b", True, 2), "stages=True"),
     "groups of gpipe": (("gpipe", 2, 4, 2), 'groups=2: "gpipe" has one on each stage[\\s\\S]*fix: "circular"'),

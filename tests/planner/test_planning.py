@@ -732,7 +732,7 @@ def test_a_script_that_prints_moves_and_catches_everything(script, capsys):
     code, out, err = run(capsys, "plan", "loud.py", "--target", "8xcpu", "--json")
     assert (code, json.loads(out)["rows"], os.getcwd()) == (0, 32, here) and err.startswith("hello")
     code, _, err = run(capsys, "plan", "loud.py", "--target", "8xcpu", "--batch-size", "0")
-    assert code == 2 and "--batch-size 0: a whole number from 1." in err
+    assert code == 2 and "--batch-size 0.\n    fix: a whole number from 1." in err
 
 
 def test_page_is_self_contained_and_escaped(tmp_path):

@@ -260,3 +260,13 @@ def test_heads_are_sharded_in_three_dims(tmp_path):
     module = load(Stacked, write_folder(tmp_path / "given", make_tensors()), mesh="data=4,model=2", layout="tensor_parallel")
     kernel = nnx.state(module, nnx.Param)["stack"]["layers"]["query"]["kernel"][...]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(LAYERS, WIDTH, HEADS // 2, SIZE)}
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_load_of_weights_that_a_wrapper_of_pytorch_named(wrapper, tmp_path):
+    tensors = make_tensors()
+    plain = load(Listed, write_folder(tmp_path / "plain", tensors))
+    module = load(Listed, write_folder(tmp_path / "wrapped", {f"{wrapper}{name}": leaf for name, leaf in tensors.items()}))
+    assert all(map(np.array_equal, *(jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (plain, module))))
+    saved = read_tensors(spmd.pretrained.save(module, tmp_path / "saved"))
+    assert saved.keys() == {f"{wrapper}{name}" for name in tensors}

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -305,8 +306,8 @@ def test_early_stopping_on_a_metric_that_is_not_there(metric, near):
 BAD = {
     "a class": (callbacks.StopAt, "is neither an spmd.callbacks.Callback nor a function of info."),
     "a number": (3, "callback 3 is neither an spmd.callbacks.Callback nor a function of info."),
-    "every 0": (callbacks.Each(print, every=0), "every=0: a whole number from 1."),
-    "every 1.5": (Recorder(every=1.5), "every=1.5: a whole number from 1."),
+    "every 0": (callbacks.Each(print, every=0), "every=0.\n    fix: a whole number from 1."),
+    "every 1.5": (Recorder(every=1.5), "every=1.5.\n    fix: a whole number from 1."),
 }
 
 
@@ -324,13 +325,13 @@ def test_a_mode_that_does_not_exist():
 
 @pytest.mark.parametrize("options", [{"patience": -1}, {"patience": 0}, {"patience": 1.5}])
 def test_a_patience_that_never_waits(options):
-    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.*: a whole number from 1"):
+    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.*.\n    fix: a whole number from 1"):
         callbacks.EarlyStopping(**options)
 
 
 @pytest.mark.parametrize("options", [{}, {"step": 0}, {"seconds": -1.0}])
 def test_a_stop_that_says_nothing(options):
-    with pytest.raises(OptionError, match=r"StopAt\(.*\): give step >= 1, seconds >= 0, or both"):
+    with pytest.raises(OptionError, match=r"StopAt\(.*\)\.\n    fix: step from 1, seconds from 0, or both"):
         callbacks.StopAt(**options)
 
 
@@ -415,7 +416,8 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
         fit(spoilt(5), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), callbacks=[recorder])
     assert str(raised.value) == (
         f'step 5: metric "loss" is nan. The last checkpoint is step 4 in {tmp_path}.\n'
-        "    fix: lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect the batch of this step."
+        "    fix: correct the data: x is nan in row 131 of the data. If that is intended, "
+        "lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect the batch of this step."
     )
     assert not getattr(raised.value, "__notes__", [])
     store = spmd.run.checkpoint.CheckpointStore(spmd.Checkpoint(tmp_path, every=1, keep=100))
@@ -453,11 +455,13 @@ def test_a_run_without_checkpoints_says_so():
 def test_the_first_step_has_its_own_message():
     with pytest.raises(DivergedError) as raised:
         fit(spoilt(1), shuffle=False)
+    usual = "look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or too large initial values."
     assert str(raised.value) == (
-        "the loss is nan at the first step.\n"
-        "    fix: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
-        "or too large initial values."
+        f"the loss is nan at the first step.\n    fix: correct the data: x is nan in row 3 of the data. If that is intended, {usual}"
     )
+    with pytest.raises(DivergedError) as raised:
+        fit(loss=lambda model, batch: jnp.log(-jnp.abs(model(batch["x"])).sum(1)))
+    assert raised.value.fix == usual
 
 
 def test_the_first_step_of_a_resumed_run_is_not_the_first(tmp_path):

@@ -280,7 +280,8 @@ def test_restore_into_wider_model_lists_every_difference(tmp_path):
         "      saved float32[8, 1], wanted float32[16, 1]\n"
         "\n"
         "  opt/0/trace/w\n"
-        "      saved nothing, wanted float32[16, 1]"
+        "      saved nothing, wanted float32[16, 1]\n\n"
+        "    fix: the model, and the optimizer, that the run was trained with; or another folder, for a run of this one."
     )
 
 
@@ -289,8 +290,8 @@ def test_restore_into_wider_model_lists_every_difference(tmp_path):
     [
         ({"mode": "best"}, 'Checkpoint: no mode "best".\n    fix: known: min, max.'),
         ({"mode": "mx"}, 'Checkpoint: no mode "mx".\n    fix: did you mean "max"?'),
-        ({"every": 0}, "Checkpoint: every=0: a whole number from 1."),
-        ({"keep": True}, "Checkpoint: keep=True: a whole number from 1."),
+        ({"every": 0}, "Checkpoint: every=0.\n    fix: a whole number from 1."),
+        ({"keep": True}, "Checkpoint: keep=True.\n    fix: a whole number from 1."),
     ],
 )
 def test_invalid_checkpoint_options_are_refused(options, text):
@@ -387,7 +388,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
     for path, text in ((tmp_path / "none", "there is no such folder"), (None, "there is no such folder")):
         with pytest.raises(CheckpointError, match=text):
             trainer.restore(path)
-    with pytest.raises(OptionError, match=r"checkpoint=5 is an int; expected a folder or an spmd\.Checkpoint\."):
+    with pytest.raises(OptionError, match=r"checkpoint=5 is an int\.\n    fix: a folder, or an spmd\.Checkpoint\."):
         fit(epochs=1, checkpoint=5)
 
 
@@ -409,7 +410,10 @@ def test_restore_of_a_file_that_is_in_no_run(tmp_path):
     file.touch()
     with pytest.raises(CheckpointError) as raised:
         trainer.restore(file)
-    assert str(raised.value) == f"checkpoint={short_repr(str(file))}: {file} is a file."
+    assert (
+        str(raised.value)
+        == f"checkpoint={short_repr(str(file))}: {file} is a file.\n    fix: the folder of a run, which fit(checkpoint=...) was given."
+    )
 
 
 @pytest.mark.system

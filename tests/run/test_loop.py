@@ -187,11 +187,11 @@ def test_a_run_is_as_long_as_its_plan(plan, steps):
     "options, text",
     [
         ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 both set the length of the run.\n    fix: give one of them."),
-        ({"epochs": 0}, "epochs=0: a whole number from 1."),
-        ({"steps": True}, "steps=True: a whole number from 1."),
-        ({"eval_every": 0}, "eval_every=0: a whole number from 1."),
-        ({"log_every": 0}, "log_every=0: a whole number from 1."),
-        ({"prefetch": -1}, "prefetch=-1: a whole number from 0."),
+        ({"epochs": 0}, "epochs=0.\n    fix: a whole number from 1."),
+        ({"steps": True}, "steps=True.\n    fix: a whole number from 1."),
+        ({"eval_every": 0}, "eval_every=0.\n    fix: a whole number from 1."),
+        ({"log_every": 0}, "log_every=0.\n    fix: a whole number from 1."),
+        ({"prefetch": -1}, "prefetch=-1.\n    fix: a whole number from 0."),
         ({"resume": True}, 'resume=True without a checkpoint folder.\n    fix: checkpoint="runs/name".'),
     ],
 )

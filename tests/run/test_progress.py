@@ -279,3 +279,15 @@ def test_a_notebook_shows_evaluations_as_points_of_the_curve(monkeypatch, capsys
     assert "20/40" in last["text/plain"] and "eval_loss 0.15  eval_accuracy 0.75" in last["text/plain"]
     assert last["text/html"].count("<circle") == 2 and last["text/html"].count("<polyline") == 1
     assert capsys.readouterr().out == ""
+
+
+def test_the_compiled_first_step_is_in_no_rate(monkeypatch, capfd):
+    """A clock by which the first call takes 1,000 seconds, and each after it one."""
+
+    def pace(self):
+        return Pace(self._run.samples, 1000.0 + self._calls if self._calls else 0.0)
+
+    monkeypatch.setattr("spmd.run.step_metrics.StepMetrics.pace", pace)
+    result = fit(epochs=8, progress=True)
+    assert result.samples_per_second == 32, "the 22 calls after the first two, of 32 rows and one second each"
+    assert re.findall(r"([\d,]+) samples/s", capfd.readouterr().err)[-1] == "32"

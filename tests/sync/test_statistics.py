@@ -226,7 +226,7 @@ def test_statistics_do_not_change_events(trace, words):
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, None])
 def test_invalid_steps(steps):
-    with pytest.raises(OptionError, match=r"steps=.*: a whole number from 1\."):
+    with pytest.raises(OptionError, match=r"steps=.*.\n    fix: a whole number from 1\."):
         ServerStatistics.of(events_of("constant"), steps)
 
 
@@ -286,8 +286,8 @@ def test_statistics_print_extreme_workers_of_many():
         ({"compute_time": "exponential(1,2)"}, {}, LayoutError, r"is not exponential\(mean seconds\)"),
         ({"workers": 3}, {}, OptionError, r"workers=4, and the server says 3"),
         ({}, {"workers": None}, OptionError, "the number of workers is missing"),
-        ({}, {"workers": 0}, OptionError, r"workers=0: a whole number from 1"),
-        ({}, {"steps": 0}, OptionError, r"steps=0: a whole number from 1"),
+        ({}, {"workers": 0}, OptionError, r"workers=0.\n    fix: a whole number from 1"),
+        ({}, {"steps": 0}, OptionError, r"steps=0.\n    fix: a whole number from 1"),
         ({}, {"bytes": 4e6}, OptionError, r"bytes=4000000.0 is not a pair"),
         ({}, {"bytes": (1.0, -1.0)}, OptionError, r"is not a pair of numbers from 0"),
     ],

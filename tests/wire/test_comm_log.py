@@ -510,7 +510,8 @@ def test_log_prints_bytes_of_each_step(tmp_path, start):
     few, many = trainer.wire.bytes(), trainer.wire.bytes(0)
     assert (many > 2 * few) if start else many == few
     assert {step: record["wire_bytes"] for step, record in written.items()} == {1: many, 2: many, 3: few, 4: few}
-    assert not any("mean_error" in record or "compression_ratio" in record for record in written.values())
+    assert not any("mean_error" in record for record in written.values())
+    assert [record["compression_ratio"] > 2 for record in written.values()] == [step >= start for step in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -518,11 +519,14 @@ def test_log_prints_bytes_of_each_step(tmp_path, start):
     [("all_reduce", {}, 2), ("reduce_scatter", {"optimizer": SHARED}, 2), ("reduce_scatter", {"default": Default("shard:data")}, 2)],
     ids=["all_reduce", "ZeRO-1", "FSDP"],
 )
-def test_compression_ratio_is_relative_to_exact_reduction(reduction, layout, ratio):
-    grads = spmd.Gradients(reduction, "bfloat16", diagnostics=True, start_step=1)
+@pytest.mark.parametrize("diagnostics", [False, True])
+def test_compression_ratio_is_relative_to_exact_reduction(reduction, layout, ratio, diagnostics):
+    grads = spmd.Gradients(reduction, "bfloat16", diagnostics=diagnostics, start_step=1)
     trainer = trainer_of(grads, sizes=(64, 128, 256, 64), **layout)
     metrics = trainer.prepare(None)[0].static_metrics
     assert metrics.at(0)["compression_ratio"] == 1 and metrics.at(1)["compression_ratio"] == ratio
+    cost = [line for line in trainer.notes() if "diagnostics = true" in line]
+    assert len(cost) == diagnostics and all(f"{trainer.wire.bytes(0, 'reduce_gradients'):,} bytes" in line for line in cost)
 
 
 @pytest.mark.system

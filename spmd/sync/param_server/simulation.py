@@ -40,7 +40,7 @@ def simulate(
       3.1
     """
     if not isinstance(server, ParameterServer):
-        raise OptionError(f"simulate: {server!r} is {type_name(server)}.", fix="a spmd.ParameterServer.")
+        raise OptionError(f"simulate: {server!r} is {type_name(server)}.", fix="an spmd.ParameterServer.")
     count = server.workers if workers is None else workers
     if count is None:
         raise OptionError("simulate: the number of workers is missing.", fix="such as  workers=8.")

@@ -138,4 +138,4 @@ def check_number(name: str, value: object) -> None:
       OptionError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name}={value!r}: a whole number from 1.")
+        raise OptionError(f"{name}={value!r}.", fix="a whole number from 1.")

@@ -51,8 +51,9 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
         why = f'in mode "{declared.mode}" workers have optimizers of their own, and no clock is needed.'
         raise OptionError(f"server_clock: {why}", fix=local_fix(declared.mode))
     if problems := [*declared_problems(declared), *worker_problems(declared, workers)]:
-        lines = [f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems]
-        raise OptionError("server_clock: " + "\n  ".join(lines))
+        more = [f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems[:-1]]
+        last = problems[-1]
+        raise OptionError("server_clock: " + "\n  ".join([*more, f"{last.key}: {last.why}"]), fix=last.fix)
     check_bytes("server_clock", bytes)
     if any(bytes) and not declared.network:
         raise OptionError(

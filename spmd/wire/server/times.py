@@ -43,8 +43,8 @@ class Times:
         if self._trace is not None:
             if number >= len(self._trace):
                 raise OptionError(
-                    f"compute_time: the trace has {len(self._trace)} rows, and worker {worker} begins its gradient {number + 1}.\n"
-                    "    fix: a longer trace, or fewer steps."
+                    f"compute_time: the trace has {len(self._trace)} rows, and worker {worker} begins its gradient {number + 1}.",
+                    fix="a longer trace, or fewer steps.",
                 )
             return float(self._trace[number, worker])
         if self._kind in ("constant", "list"):
@@ -79,7 +79,7 @@ def read_trace(path: str, workers: int) -> np.ndarray:
     if table.ndim != 2 or not len(table) or table.shape[1] != workers or not np.isfinite(table).all() or (table < 0).any():
         shape = " x ".join(map(str, table.shape))
         raise OptionError(
-            f"compute_time: {path} is a table of {shape}; expected one column of seconds, from 0, for each of {workers} workers.\n"
-            "    fix: one row per gradient, one column per worker."
+            f"compute_time: {path} is a table of {shape}; expected one column of seconds, from 0, for each of {workers} workers.",
+            fix="one row per gradient, one column per worker.",
         )
     return table
