@@ -1,6 +1,9 @@
-"""Statistics that layers keep beside their parameters, such as the averages of BatchNorm, over workers."""
+"""Statistics that layers keep beside their parameters, such as the averages of BatchNorm, over the parts of a batch.
 
-from typing import Any
+A part is a microbatch of a worker. All parts begin at the statistics from before the step, as one device does with the full batch; what
+they end with is averaged. So a statistic that is a mean over rows comes out as that of the full batch, and one that no row changes, such
+as a counter or an average of weights, advances once per step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +12,44 @@ from spmd.tree import Tree
 from spmd.wire import collectives
 
 
-def sync_stats(stats: Tree, axes: tuple[str, ...], present: Any = None, before: Tree = None) -> Tree:
-    """Stats that are equal on every worker: the mean of floats, the maximum of counters.
+def no_stats(stats: Tree) -> Tree:
+    """What `add_stats` begins with: zeros for floats, in float32 or more, and the least value of other dtypes."""
+
+    def empty(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.full(x.shape, False if x.dtype == bool else jnp.iinfo(x.dtype).min, x.dtype)
+
+    return jax.tree.map(empty, stats)
+
+
+def add_stats(total: Tree, stats: Tree) -> Tree:
+    """The total with the statistics of one more part: the sum of floats, the maximum of counters."""
+
+    def add(total: jax.Array, x: jax.Array) -> jax.Array:
+        return total + x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.maximum(total, x)
+
+    return jax.tree.map(add, total, stats)
+
+
+def mean_stats(total: Tree, before: Tree, parts: int | jax.Array, axes: tuple[str, ...]) -> Tree:
+    """The next statistics, equal on every worker: the mean of floats, the maximum of counters.
 
     Args:
-      present: whether this position took part; None: all did. The mean is over those that did; if none did, `before` stays.
+      before: those from before the step, which stay where no worker took part.
+      parts: how many parts of this position were added; an array where not all workers take part.
+      axes: over which positions differ.
     """
-    if not jax.tree.leaves(stats):
-        return stats
-    count = collectives.worker_count(axes) if present is None else collectives.all_reduce(present.astype(jnp.float32), axes)
+    if not jax.tree.leaves(before):
+        return before
+    known = isinstance(parts, int)
+    count = parts * collectives.worker_count(axes) if known else collectives.all_reduce(parts.astype(jnp.float32), axes)
 
-    def sync(x: jax.Array, old: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return collectives.maximum(x, axes)
-        if present is None:
-            return collectives.all_reduce(x, axes) / count
-        total = collectives.all_reduce(jnp.where(present, x, jnp.zeros_like(x)), axes)
-        return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(x.dtype), old)
+    def mean(x: jax.Array, old: jax.Array) -> jax.Array:
+        if jnp.issubdtype(old.dtype, jnp.inexact):
+            x = collectives.all_reduce(x, axes) / (count if known else jnp.maximum(count, 1))
+        else:
+            x = collectives.maximum(x, axes)
+        return x.astype(old.dtype) if known else jnp.where(count > 0, x.astype(old.dtype), old)
 
-    return jax.tree.map(sync, stats, stats if before is None else before)
+    return jax.tree.map(mean, total, before)

@@ -48,6 +48,7 @@ from spmd.train.matrix_owners import owner_notes
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, check_loss, check_names
 from spmd.train.optimizer_metrics import measured_names
+from spmd.train.own_derivatives import nonlinear_backward
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.program_facts import facts_of_program, text_facts
@@ -113,6 +114,7 @@ class Program:
         self.notes += owner_notes(placed.given_optimizer, optimized, placed.abstract_state.opt, placed.optimized, placed.mesh)
         self.notes += microbatch_notes(placed.parallel, self.rows, placed.config.accumulate)
         self._loss_names = (LOSS, *extra)
+        self.own_backward = nonlinear_backward(self._jaxpr.jaxpr) if trains else ""
         self.reading, self._checked = self._read_loss() if trains else Reading(mean=True), False
         self.notes += [] if self.reading.mean else [self.reading.note()]
         if self.reading.averages and placed.config.accumulate > 1:
@@ -176,6 +178,7 @@ class Program:
             split=split,
             parallel=self._parallel,
             reading=None if self.reading.mean else self.reading,
+            scaled=bool(self.own_backward),
         )
         return Step(worker, rule(exchange, placed.optimizer))
 
@@ -221,6 +224,7 @@ class Program:
             return Reading(mean=True)
         blocks = [path for group in self.sync.blocks for path in group]
         reading = read_objective(self.placed, self._train_objective, self.sample, parts, blocks)
+        reading = dataclasses.replace(reading, mean=reading.mean and not self.own_backward, backward=self.own_backward)
         source = self.placed.resolved.layout.source
         if pipelined:
             check_pipelined(reading, source)
@@ -556,6 +560,7 @@ def _with_all_rows(placed: PlacedModel, sample: Tree, error: FullBatchError) -> 
         raise LossError(error.message, fix=error.fix) from None
     program = Program(other, sample)
     seen = f"XLA sees all rows and places the collectives, as with {BY_COMPILER}, and trainer.wire cannot list them"
-    ways = "a loss that returns (sum, count), or one value per row that depends on no other row, keeps those of the layout"
-    program.notes.append(f"note: {error.message.rstrip('.')}. So {seen}; {ways}.")
+    if not program.own_backward:
+        seen += "; a loss that returns (sum, count), or one value per row that depends on no other row, keeps those of the layout"
+    program.notes.append(f"note: {error.message.rstrip('.')}. So {seen}.")
     return program

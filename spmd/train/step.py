@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmd.sync.gradient_sync import GradientSync
-from spmd.train.batch_statistics import sync_stats
+from spmd.train.batch_statistics import mean_stats
 from spmd.train.optimizer_metrics import pack_measured
 from spmd.train.skipped_updates import loss_scale
 from spmd.train.state import State
@@ -142,11 +142,13 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
         # 1 to 3: gathered parameters, value and gradient of the loss on this worker's rows, summed over microbatches
         gradients = worker.worker_gradients if rule.per_worker else worker.position_gradients
         grads, carried, metrics = gradients(params, state, batch, weights, events, rule.axes)
-        stats = carried.stats
         with jax.named_scope("stats"):
-            if rule.axes and worker.reading is None:
-                present = present_workers(events, rule.axes, worker.workers_per_position).any() if "present" in events else None
-                stats = sync_stats(stats, rule.axes, present, state.stats)
+            taking_part: Any = worker.workers_per_position
+            if "present" in events:
+                taking_part = present_workers(events, rule.axes, worker.workers_per_position).sum()
+            # a loss that joins rows has computed those of the full batch already
+            positions = rule.axes if worker.reading is None else ()
+            stats = mean_stats(carried.stats, state.stats, taking_part * worker.microbatches, positions)
         # 4 to 6: communicated as the rule says: the mean over workers, gradients to the servers, or, in some steps, parameter deltas;
         # encoded, in buckets, with error feedback where the layout says so
         state = dataclasses.replace(state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.layers))

@@ -28,6 +28,7 @@ from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
 from spmd.train.batch_rows.compute import Place
 from spmd.train.batch_rows.loss import Reading, full_batch_loss, shared_arrays
+from spmd.train.batch_statistics import add_stats, no_stats
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
@@ -43,7 +44,7 @@ class Carried(NamedTuple):
     """What one microbatch hands to the next.
 
     Attributes:
-      stats: batch statistics.
+      stats: the total of the statistics of the parts so far, of which each begins at those from before the step.
       layers: of the gradients in `GradientSync.layerwise`, which are reduced in the backward pass, by path.
     """
 
@@ -70,6 +71,7 @@ class WorkerGradients:
     products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
     training: bool = True  # False: the model in evaluation mode
     reading: Reading | None = None  # of a loss that is not a mean over rows; None: it is one
+    scaled: bool = False  # whether backward passes of the user's are given the gradient of the mean loss, not of its sum over rows
 
     def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
@@ -93,7 +95,7 @@ class WorkerGradients:
 
         layers = self.sync.layer_carries(state.exchange, sums=self._sums_layers)
         # gradients that layers reduce are those of the scaled loss, and so are their residuals meanwhile
-        carried = Carried(state.stats, layers if scale is None else jax.tree.map(lambda x: x * scale, layers))
+        carried = Carried(no_stats(state.stats), layers if scale is None else jax.tree.map(lambda x: x * scale, layers))
         if self.workers_per_position == 1:
             (grads, sums), carried = worker_grads(carried, (batch, weights), jnp.int32(0))
         else:
@@ -129,7 +131,7 @@ class WorkerGradients:
             return after, (grads, kept(pack(sums, self.names)))
 
         inputs = (jnp.arange(count), present_workers(events, axes, count), params, split_workers((batch, weights), count))
-        carried, (grads, metrics) = lax.scan(worker_grads, Carried(state.stats, {}), inputs, unroll=count if self.unroll else 1)
+        carried, (grads, metrics) = lax.scan(worker_grads, Carried(no_stats(state.stats), {}), inputs, unroll=count if self.unroll else 1)
         return grads, carried, metrics
 
     def _of_worker(
@@ -159,7 +161,7 @@ class WorkerGradients:
                 held = (axes, self._workers(axes)) if self.split else ((), 1)
                 place = Place(*held, worker, self.microbatches, index, known)
             options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale, "place": place}
-            loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, **options)
+            loss = functools.partial(self._loss, stats=state.stats, rngs=state.rngs, localize=localize, **options)
             loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
             return self._of_microbatch(loss, params, state.frozen, carried, rows, key)
 
@@ -205,7 +207,7 @@ class WorkerGradients:
     ) -> tuple[tuple[Tree, Sums], Carried]:
         """Gradients with respect to the full parameters, and metric sums; what follows."""
         gathered, gathered_frozen = self._gather(params), gather_frozen(self.sync, self._cast(frozen))
-        loss = functools.partial(loss, frozen=gathered_frozen, stats=carried.stats, rows=rows, key=key)
+        loss = functools.partial(loss, frozen=gathered_frozen, rows=rows, key=key)
         value, backward, (sums, stats) = jax.vjp(loss, gathered, carried.layers, has_aux=True)
         if self.gathers and not self.sync.reduction.keeps_params:
             # Gathered parameters are not kept from the forward to the backward pass. They are gathered again from values that
@@ -214,10 +216,12 @@ class WorkerGradients:
             backward = gather_again(self.sync, backward, [gathered, gathered_frozen], [*map(self._cast, sharded)])
         # Reduced in the backward pass, the gradient of a residual is the next one. There it is that of a mean over rows, as elsewhere.
         has_residuals = any(RESIDUAL in carry for carry in carried.layers.values())
-        scale = rows[1].shape[0] * self.microbatches if has_residuals else 1
+        scale: Any = rows[1].shape[0] * self.microbatches if has_residuals else 1
+        if self.scaled:
+            scale = nonzero(sums[LOSS][1])
         grads, layers = backward(jnp.full_like(value, 1 / scale))
-        grads = jax.tree.map(lambda g: g * scale, grads) if has_residuals else grads
-        return (cast_like(grads, params), sums), Carried(stats, layers)
+        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads) if has_residuals or self.scaled else grads
+        return (cast_like(grads, params), sums), Carried(add_stats(carried.stats, stats), layers)
 
     def _gather(self, params: Tree) -> Tree:
         """Full parameters in the dtype of the computation; cast before they are sent, so they are sent in that dtype."""

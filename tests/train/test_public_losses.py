@@ -734,9 +734,7 @@ def refusal(case, layout):
     if case.rule in (SUMS, PAIRS):
         return "joins rows with .* at .*, which depends on the weights, and a step under .* sees the 32 rows"
     if layout == "accumulate=4" and case.rule == OF_DATA and draws(case):
-        return (
-            "joins rows with .* at .*, which depends on random numbers, .* that each part has anew, and a step under .* in 4 microbatches"
-        )
+        return "joins rows with .* at .*, which depends on random numbers that each part has anew, and a step under .* in 4 microbatches"
     return None
 
 

@@ -481,10 +481,12 @@ def _shape_of(sizes: Compute, kind: Kind, full: Shape, part: Shape) -> Shape:
 
 
 def _narrowed(array: Any, full: Shape, wanted: Shape) -> Any:
-    """Return the first entries of an array, along dims where all entries are equal."""
-    for dim, (size, few) in enumerate(zip(full, wanted, strict=True)):
-        if size != few:
-            array = lax.slice_in_dim(array, 0, few, axis=dim)
+    """Return as many entries of an array as wanted, along dims where all entries are equal; a trace on more rows may want more."""
+    for dim, (size, wants) in enumerate(zip(full, wanted, strict=True)):
+        if size != wants:
+            array = lax.slice_in_dim(array, 0, min(size, wants), axis=dim)
+        if size < wants:
+            array = jnp.repeat(lax.slice_in_dim(array, 0, 1, axis=dim), wants, axis=dim)
     return array
 
 

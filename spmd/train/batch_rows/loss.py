@@ -76,9 +76,11 @@ class Reading:
       row_wise: whether layers that a layout may compute in ways of its own are row by row.
       joining: layers that join rows.
       averages: whether a module such as BatchNorm averages over workers.
+      metrics: those that are no means over rows, where the loss itself and the statistics are.
+      backward: a function with a backward pass of its own that needs the gradient of the full batch; "" if there is none.
       problem: why it cannot be read; "" where it can.
       statistics: whether the mean of the workers' statistics is right.
-      weights: the first share that depends on the weights, and not only on random numbers and statistics that each part has anew.
+      weights: the first share that depends on the weights, and not only on random numbers that each part has anew.
     """
 
     mean: bool
@@ -89,6 +91,13 @@ class Reading:
     row_wise: bool = True
     joining: Shared | None = None
     averages: bool = False
+    metrics: tuple[str, ...] = ()
+    backward: str = ""
+
+    @property
+    def subject(self) -> str:
+        """Return what is no mean over rows."""
+        return f'the metric "{self.metrics[0]}"' if self.metrics else "the loss"
 
     @property
     def trained(self) -> list[Shared]:
@@ -152,8 +161,16 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     if why == STATISTICS:
         raise ModelError(f"{why}, and {seen}.", fix=f"{fix}.")
     ways = "one value per row that depends on no other row. Where the loss of a part is what you want: loss=spmd.losses.of_parts(loss)."
-    because = f": {reading.problem}" if reading.problem else "."
-    fix = f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, or {ways}"
+    because = f": {reading.problem}" if reading.problem and not reading.backward else "."
+    if reading.backward:
+        ways = "a function whose backward pass is a multiple of the gradient that it is given; loss=spmd.losses.of_parts(loss), if that"
+        fix = f"{fix}; or {ways} of a part of the batch is what you want."
+    elif reading.metrics:
+        name = reading.metrics[0]
+        evaluated = f'an evaluation of it, fit(metrics={{"{name}": ...}}, eval_data=...), in place of returning it with the loss.'
+        fix = f"{fix}; or a metric that returns (sum, count), both summed over the rows it is given, or one value per row; or {evaluated}"
+    else:
+        fix = f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, or {ways}"
     raise (FullBatchError if smallest == (BY_COMPILER,) else LossError)(f"{why}, and {seen}{because}", fix=fix)
 
 
@@ -161,18 +178,20 @@ def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str
     """Return why a step that sees rows in these parts cannot compute the loss of the batch; "" if it can."""
     if reading.mean:
         return ""
+    if reading.backward:
+        return f"the loss calls {reading.backward} that is not linear, which needs the gradient of the full batch"
     if reading.problem:
         return "the loss is not known to be a mean over rows"
     if parts.ticks:
         return "the loss is not a mean over rows"
     if parts.of_position and reading.trained:
-        what = "the weights" if reading.weights else "random numbers, or on statistics, that each part has anew"
-        return f"the loss joins rows with {describe(reading.weights or reading.trained[0])}, which depends on {what}"
+        what = "the weights" if reading.weights else "random numbers that each part has anew"
+        return f"{reading.subject} joins rows with {describe(reading.weights or reading.trained[0])}, which depends on {what}"
     nested = next((share for share in reading.shares if share.nested), None)
     if parts.of_position and nested is not None:
-        return f"the loss joins rows with {describe(nested)}, in a loop or a branch"
+        return f"{reading.subject} joins rows with {describe(nested)}, in a loop or a branch"
     if alone and reading.trained:
-        return f"the loss joins rows with {describe(reading.trained[0])}, workers have weights of their own"
+        return f"{reading.subject} joins rows with {describe(reading.trained[0])}, workers have weights of their own"
     if parts.of_position and reading.averages:
         return "the loss joins rows, a module such as BatchNorm averages over the rows of each part"
     if by_layer and not reading.row_wise:
@@ -183,11 +202,16 @@ def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str
 
 
 def check_pipelined(reading: Reading, source: str) -> None:
-    """Check that layers of a pipeline, which sees rows in microbatches, do not join them.
+    """Check that layers of a pipeline, which sees rows in microbatches, do not join them, and need no gradient of all of them.
 
     Raises:
       LossError: they do.
     """
+    if reading.backward:
+        why = f"the loss calls {reading.backward} that is not linear, and the [pipeline] of {source} splits its gradient into microbatches."
+        raise LossError(
+            why, fix="a function whose backward pass is a multiple of the gradient that it is given; or a layout without [pipeline]."
+        )
     if reading.joining is not None:
         at = describe(reading.joining).removeprefix("layers")
         why = f"layers join rows, or use their number{at}, and the [pipeline] of {source} computes them on microbatches of its own."
@@ -219,8 +243,7 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
         return jax.make_jaxpr(call, axis_env=[(WORKERS, 2)])(variables, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
-    draws = parts.ticks or parts.microbatches > 1  # change from one part to the next, as statistics do
-    given = held_inputs(variables, sample, draws=draws, stats=parts.of_position)
+    given = held_inputs(variables, sample, draws=parts.ticks or parts.microbatches > 1)
     fewest = rows // parts.count
     if parts.ticks:
         fewest = split_microbatches(placed.parallel, jax.ShapeDtypeStruct((fewest,), jnp.float32)).rows
@@ -243,35 +266,36 @@ def read_objective(placed: PlacedModel, loss: Objective, sample: Tree, parts: Pa
     kinds = iter([held.kind for held in found])
     value, extra, stats = jax.tree.map(lambda leaf: (next(kinds), leaf.shape, leaf.dtype), outputs[0])
     statistics = all(_is_same(leaf) for leaf in jax.tree.leaves(stats, is_leaf=_is_output))
-    mean = statistics and _is_mean(value) and all(map(_is_mean, extra.values()))
+    metrics = tuple(name for name, metric in extra.items() if not _is_mean(metric))
+    of_loss = statistics and _is_mean(value)
     weights = None
     if parts.of_position and any(share.trained for share in shares):
         of_weights = read_loss(*traces, held_inputs(variables, sample), rows, others)[1]
         weights = next((share for share in of_weights if share.trained), None)
     of_layers = [share for share in shares if share.how in ("layers", "statistics")]
     return Reading(
-        mean,
+        of_loss and not metrics,
         tuple(share for share in shares if share.how not in ("layers", "statistics", "averages")),
         statistics=statistics,
         weights=weights,
         row_wise=not of_layers,
         averages=any(share.how == "averages" for share in shares),
         joining=next((share for share in of_layers if share.how == "layers"), None),
+        metrics=metrics if of_loss else (),
     )
 
 
-def held_inputs(variables: Variables, sample: Tree, *, draws: bool = False, stats: bool = False) -> list[Held]:
+def held_inputs(variables: Variables, sample: Tree, *, draws: bool = False) -> list[Held]:
     """Return the inputs of a traced loss: the arrays of `Variables`, of a batch, and a key.
 
     Args:
       draws: whether random numbers change from one part of a batch to the next, and so are as what is trained.
-      stats: whether statistics do.
     """
     kinds = dataclasses.replace(
         variables,
         params=jax.tree.map(lambda _: Held(Fixed(), True), variables.params),
         frozen=jax.tree.map(lambda _: Held(Fixed()), variables.frozen),
-        stats=jax.tree.map(lambda _: Held(Fixed(), stats), variables.stats),
+        stats=jax.tree.map(lambda _: Held(Fixed()), variables.stats),
         rngs=jax.tree.map(lambda _: Held(KEY, draws), variables.rngs),
     )
     batch = [Held(PerRow(0))] * len(jax.tree.leaves(sample))
