@@ -248,7 +248,7 @@ def fit(
     Raises:
       SpmdError: one of its subclasses, before anything is compiled; all problems at once, each with a fix.
       ClusterError: the processes of a run of several do not agree, or do not arrive in time.
-      SystemExit: with 143 after SIGTERM; with a checkpoint folder, once the state is saved.
+      SystemExit: with 143 after SIGTERM, SIGHUP, and the signals in $SPMD_STOP_SIGNALS; with a checkpoint folder, once the state is saved.
       DeviceMemoryError: a step needs more memory than a device has.
       DivergedError: the loss is not finite, or too many updates in a row were skipped (`spmd.optimizers.skip_spikes`).
 

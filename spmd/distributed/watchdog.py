@@ -105,7 +105,7 @@ class Watchdog:
     def leave(self) -> None:
         """This process has received SIGTERM and has nothing to save; say so. All exit with code 143."""
         self._leaving, text = True, f"{NOTHING_TO_SAVE}: this process ends with code {TERMINATED}"
-        os.write(2, f"spmd: it received SIGTERM in {self.phase}, {text}\n".encode())  # a signal may interrupt print itself
+        write_to_stderr(f"spmd: it received SIGTERM in {self.phase}, {text}\n")
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
         """Whether a run that was asked to stop does so here: after this step, or before this batch of the evaluation after it."""
@@ -415,6 +415,12 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, ClusterError):
         return FAILED if isinstance(error, RendezvousTimeout) else DISAGREED
     return USAGE if isinstance(error, SpmdError) and not _current.run_started else FAILED
+
+
+def write_to_stderr(text: str) -> None:
+    """Write a line from a signal handler, which may interrupt print itself; a terminal that has been closed shows nothing."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 def print_error(error: BaseException) -> None:
