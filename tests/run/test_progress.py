@@ -166,8 +166,10 @@ def test_an_error_leaves_the_terminal_as_it_was(console):
 def test_a_display_without_a_reader_ends_no_run(monkeypatch):
     read, written = os.pipe()
     os.close(read)
-    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.FileIO(written, "w"), write_through=True))
-    assert int(fit(steps=2, progress=True).state.step) == 2
+    with io.TextIOWrapper(io.FileIO(written, "w"), write_through=True) as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        assert int(fit(steps=2, progress=True).state.step) == 2
+        monkeypatch.undo()
 
 
 def wait_for(console, text):
