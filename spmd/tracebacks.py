@@ -35,7 +35,7 @@ def trims_tracebacks(function: Function) -> Function:
     """
     if isinstance(function, type):
         function.__init__ = trims_tracebacks(function.__init__)
-        return function
+        return function  # type: ignore[return-value]
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
