@@ -53,6 +53,7 @@ from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
 from spmd.run.watch import Watch, as_watch, check_watch
 from spmd.run.work import PeakSeconds, Work, tokens_per_row
+from spmd.tracebacks import trims_tracebacks
 from spmd.train.compiled_step import Program
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
@@ -114,6 +115,7 @@ class Result:
         return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}{profile}"
 
     @functools.cached_property
+    @trims_tracebacks
     def averaged(self) -> "Result":
         """The same with the average of the weights, as `Trainer.averaged`, in place of the last weights.
 
@@ -124,6 +126,7 @@ class Result:
         """
         return dataclasses.replace(self, state=self.trainer.averaged(self.state))
 
+    @trims_tracebacks
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Return the loss and metrics on all rows of `data`, in evaluation mode; see `Trainer.evaluate`.
 
@@ -136,6 +139,7 @@ class Result:
         """
         return self.trainer.evaluate(self.state, data, batch_size=batch_size)
 
+    @trims_tracebacks
     def predict(self, inputs: Tree) -> Tree:
         """The model's outputs for every row of `inputs`, as numpy arrays on the host.
 
@@ -147,6 +151,7 @@ class Result:
         """
         return self.trainer.predict(self.state, inputs)
 
+    @trims_tracebacks
     def export(self, folder: str | Path, **options: Any) -> ExportReport:
         """Write the trained model to a folder that `spmd.load_exported` reads without the model's code.
 
@@ -248,7 +253,7 @@ def fit(
     Raises:
       SpmdError: one of its subclasses, before anything is compiled; all problems at once, each with a fix.
       ClusterError: the processes of a run of several do not agree, or do not arrive in time.
-      SystemExit: with 143 after SIGTERM; with a checkpoint folder, once the state is saved.
+      SystemExit: with 143 after SIGTERM, SIGHUP, and the signals in $SPMD_STOP_SIGNALS; with a checkpoint folder, once the state is saved.
       DeviceMemoryError: a step needs more memory than a device has.
       DivergedError: the loss is not finite, or too many updates in a row were skipped (`spmd.optimizers.skip_spikes`).
 

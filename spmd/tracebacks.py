@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import types
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmd.errors import SpmdError
+from spmd.errors import OptionError, SpmdError, did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -19,9 +20,10 @@ JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # JAX notes on errors of others, too, that
 
 
 def trims_tracebacks(function: Function) -> Function:
-    """Makes a public function raise an `SpmdError` without the frames of libraries; $SPMD_TRACEBACK=1 keeps them.
+    """Makes a public function, or the making of a class's objects, raise an `SpmdError` without the frames of libraries.
 
-    The frames of the exceptions that caused it are left out as well, where some of the user's remain. Other exceptions are as they are.
+    $SPMD_TRACEBACK=1 keeps them. The frames of the exceptions that caused it are left out as well, where some of the user's remain. Other
+    exceptions are as they are, but for the TypeError of arguments that the function does not take, which becomes an `OptionError`.
 
     Example:
       >>> import traceback, spmd
@@ -31,17 +33,52 @@ def trims_tracebacks(function: Function) -> Function:
       ...     [frame.name for frame in traceback.extract_tb(error.__traceback__)]
       ['<module>']
     """
+    if isinstance(function, type):
+        function.__init__ = trims_tracebacks(function.__init__)
+        return function  # type: ignore[return-value]
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
-            return function(*arguments, **options)
+            try:
+                return function(*arguments, **options)
+            except TypeError:
+                if (wrong := _wrong_arguments(function, arguments, options)) is None:
+                    raise
+                raise wrong from None
         except SpmdError as error:
             if os.environ.get("SPMD_TRACEBACK", "0") in ("", "0"):
                 error.__traceback__ = trim(error)
             raise  # adds no frame, since the error was raised before
 
     return call  # type: ignore[return-value]
+
+
+def _wrong_arguments(function: Callable[..., Any], arguments: tuple, options: dict[str, Any]) -> OptionError | None:
+    """The error of a call that the function does not take; None if it takes it."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments, **options)
+        return None
+    except TypeError as error:
+        problem = str(error)  # such as "missing a required argument: 'loss'"
+    parameters, name = list(signature.parameters.values()), function.__qualname__.removesuffix(".__init__")
+    if parameters[0].name == "self":
+        parameters, arguments, name = parameters[1:], arguments[1:], name.rpartition(".")[2]
+    names = [parameter.name for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+    unknown = [option for option in options if option not in names]
+    if unknown and len(names) == len(parameters):
+        return OptionError(f'{name}(): there is no argument "{unknown[0]}".', fix=did_you_mean(unknown[0], names))
+    positional = [
+        parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.name in names]
+    words, why = [word if word in positional else f"{word}=..." for word in required], ""
+    if len(arguments) > len(positional):
+        problem = f"takes {len(positional)} positional arguments, and was given {len(arguments)}"
+        if "data" in positional and hasattr(arguments[len(positional)], "shape"):
+            words, why = ["(x, y)" if word == "data" else word for word in words], ", since inputs and targets are one argument"
+    return OptionError(f"{name}(): {problem}.", fix=f"{name}({', '.join(words)}){why}.")
 
 
 def trim(error: SpmdError) -> types.TracebackType | None:
@@ -66,7 +103,9 @@ def _users(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """A traceback without the frames of libraries."""
     entries, libraries = list[types.TracebackType](), _libraries()
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(libraries):
+        frame = traceback.tb_frame
+        generated = frame.f_code.co_filename == "<string>" and frame.f_globals.get("__name__", "").startswith("spmd.")  # by dataclasses
+        if not generated and not frame.f_code.co_filename.startswith(libraries):
             entries.append(traceback)
         traceback = traceback.tb_next
     chained = None

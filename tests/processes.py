@@ -1,7 +1,11 @@
 """The environment of processes that tests start: they compile as the test does, and import this checkout."""
 
+import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -13,3 +17,13 @@ def environment(**variables: object) -> dict[str, str]:
     """
     own = {"XLA_FLAGS": os.environ["SPMD_TEST_FLAGS"], "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
     return os.environ | own | {name: str(value) for name, value in variables.items()}
+
+
+@contextlib.contextmanager
+def handled_by(handler: Any, number: int = signal.SIGHUP) -> Iterator[None]:
+    """Within the block this handles the signal, also in processes that are started: who started the tests may ignore SIGHUP."""
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.errors import CallbackError, LayoutError, LossError
+from spmd.errors import CallbackError, LayoutError, LossError, OptionError
 
 DATA = {"x": np.ones((32, 4), np.float32), "y": np.zeros((32, 2), np.float32)}
 
@@ -72,6 +72,76 @@ def test_cause_without_frames_of_the_user_is_as_it_is(tmp_path):
         spmd.Layout.load(tmp_path / "broken.toml")
     assert len(frames(caught.value)) == 1
     assert caught.value.__cause__ is None or len(frames(caught.value.__cause__)) > 1
+
+
+def test_options_that_check_themselves_show_the_users_frames():
+    """Dataclasses are made by a generated function of the file "<string>", which `python -c` has too."""
+    with pytest.raises(OptionError) as caught:
+        spmd.Checkpoint("runs", every=0)
+    assert frames(caught.value) == ["test_options_that_check_themselves_show_the_users_frames"]
+    with pytest.raises(OptionError) as caught:
+        exec(compile("spmd.Checkpoint('runs', every=0)", "<string>", "exec"))
+    assert frames(caught.value) == ["test_options_that_check_themselves_show_the_users_frames", "<module>"]
+    assert frames(raised(OptionError, callbacks=[lambda info: spmd.Watch(every=0)])) == ["raised", "train", "<lambda>"]
+    checks = {name for name in spmd.__all__ if hasattr(getattr(spmd, name), "__post_init__")}
+    assert len(checks) >= 16 and not [name for name in sorted(checks) if not hasattr(getattr(spmd, name).__init__, "__wrapped__")]
+
+
+X, Y = DATA["x"], DATA["y"]
+
+
+def optimize(name):
+    """A function that has no argument `rate`."""
+    return optax.sgd(name, rate=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda model: spmd.fit(model, X, Y),
+            "fit(): takes 2 positional arguments, and was given 3.\n"
+            "    fix: fit(model, (x, y), loss=..., optimizer=...), since inputs and targets are one argument.",
+        ),
+        (
+            lambda model: spmd.fit(model, DATA, spmd.losses.mean_squared_error, optax.sgd(0.1)),
+            "fit(): takes 2 positional arguments, and was given 4.\n    fix: fit(model, data, loss=..., optimizer=...).",
+        ),
+        (
+            lambda model: spmd.fit(model, DATA, optimizer=optax.sgd(0.1)),
+            "fit(): missing a required argument: 'loss'.\n    fix: fit(model, data, loss=..., optimizer=...).",
+        ),
+        (
+            lambda model: train(stepz=3),
+            'fit(): there is no argument "stepz".\n    fix: did you mean "steps"?',
+        ),
+        (
+            lambda model: spmd.Trainer(model, spmd.losses.mean_squared_error),
+            "Trainer(): takes 1 positional arguments, and was given 2.\n    fix: Trainer(model, loss=..., optimizer=...).",
+        ),
+        (
+            lambda model: train().evaluate(X, Y),
+            "evaluate(): takes 1 positional arguments, and was given 2.\n"
+            "    fix: evaluate((x, y)), since inputs and targets are one argument.",
+        ),
+        (
+            lambda model: spmd.Checkpoint("runs", evry=3),
+            'Checkpoint(): there is no argument "evry".\n    fix: did you mean "every"?',
+        ),
+    ],
+    ids=["arrays", "positions", "missing", "unknown", "Trainer", "method", "Checkpoint"],
+)
+def test_arguments_that_a_function_does_not_take(call, message):
+    with pytest.raises(OptionError) as caught:
+        call(spmd.FunctionalModel(lambda key: {"w": np.zeros((4, 2), np.float32)}, apply))
+    assert str(caught.value) == message and caught.value.__cause__ is None
+    assert set(frames(caught.value)) <= {"test_arguments_that_a_function_does_not_take", "<lambda>", "train"}
+
+
+def test_type_error_of_the_users_is_as_it_is():
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'rate'") as caught:
+        train(data=lambda: optimize("x"), batch_size=None)
+    assert frames(caught.value)[-1] == "optimize"
 
 
 SCRIPT = """

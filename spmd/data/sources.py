@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_
 from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, warn_skipped
 from spmd.data.shuffle import RecordOrder
-from spmd.errors import DataError, OptionError, check_integer, join_names, short_repr, type_name
+from spmd.errors import DataError, OptionError, check_integer, first_line, join_names, short_repr, type_name
 from spmd.models.wrap import missing_arguments
 from spmd.tree import Tree, abstract, describe, flatten
 
@@ -34,6 +35,7 @@ READERS = (  # by the ends of files' names
     ((".npy",), 'numpy.load("{path}")'),
     ((".npz",), 'dict(numpy.load("{path}"))'),
 )
+_ADDRESS = re.compile(rb" at 0x[0-9a-f]+>")
 RECORDS_SEED = "seed of the records"  # in a fingerprint; checkpoints of earlier versions do not have it
 
 
@@ -147,7 +149,7 @@ class IterableSource:
         self._first, self._head, self._iterator = None, [], iterator
         stateful = self._is_stateful
         if stateful and position is not None:
-            iterator.set_state(_from_json(position))  # type: ignore[union-attr]
+            _restore(iterator, _from_json(position))
             head, start = [], 0
         count = 0
         for count, leaves in enumerate(itertools.chain(head, iterator), 1):
@@ -186,6 +188,25 @@ def _to_json(state: Any) -> Any:
 
 def _from_json(state: Any) -> Any:
     return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
+
+
+def _restore(iterator: Any, state: Any) -> None:
+    """Set an iterator to a saved state.
+
+    Raises:
+      DataError: it refuses the state, as grain's `DataLoader` does where its source, sampler or number of workers is another.
+    """
+    try:
+        iterator.set_state(_with_addresses_here(state, iterator) if isinstance(state, bytes) else state)
+    except Exception as error:
+        why = f"{type_name(iterator)} refuses the position in the data of the checkpoint: {first_line(error).rstrip('.')}"
+        raise DataError(f"{why}.", fix="the source, the sampler and the number of workers that the run began with.") from error
+
+
+def _with_addresses_here(state: bytes, iterator: Any) -> bytes:
+    """A saved state with the addresses that a new one has: grain compares the `repr` of a source, which by default holds its address."""
+    here = _ADDRESS.findall(iterator.get_state())
+    return _ADDRESS.sub(lambda _: here.pop(0), state) if len(here) == len(_ADDRESS.findall(state)) else state
 
 
 class RecordSource:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 from jax._src import compiler, distributed, xla_bridge
+from jax._src.lib import _jax
 
 from spmd.distributed.detect_cluster import World
 from spmd.errors import ClusterError
@@ -31,9 +32,13 @@ def backends_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def initialize(world: World, address: str, timeout: float) -> None:
-    """Start the service (in process 0, at that address only), and connect to it. Python keeps handling SIGTERM."""
+def initialize(world: World, address: str, timeout: float, local_address: str) -> None:
+    """Start the service (in process 0, at that address only), and connect to it. Python keeps handling SIGTERM.
+
+    Gloo, by which CPUs communicate, listens at `local_address`.
+    """
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    _listen_at(local_address)
     jax.distributed.initialize(
         address,
         world.size,
@@ -45,6 +50,28 @@ def initialize(world: World, address: str, timeout: float) -> None:
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
         coordinator_bind_address=address,
     )
+
+
+class _Jaxlib:
+    """JAX's compiled module, as the maker of the CPU's client sees it."""
+
+    def __init__(self, address: str):
+        self._module, self._address = _jax, address
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def make_gloo_tcp_collectives(self, distributed_client: Any) -> Any:
+        """Gloo, at this process's address."""
+        return self._module.make_gloo_tcp_collectives(distributed_client, hostname=self._address)
+
+
+def _listen_at(address: str) -> None:
+    """Let Gloo listen at an address, since JAX's own choice is that of the host's name.
+
+    Debian's /etc/hosts gives the name 127.0.1.1, where other hosts connect to themselves; other names do not resolve.
+    """
+    xla_bridge._jax = _Jaxlib(address)  # type: ignore[attr-defined]
 
 
 def process_info() -> tuple[int, int, str]:

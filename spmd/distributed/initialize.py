@@ -12,6 +12,7 @@ import jax
 
 from spmd.distributed import coordination, watchdog
 from spmd.distributed.detect_cluster import World, detect
+from spmd.distributed.links import local_address
 from spmd.distributed.rendezvous import ProcessInfo, wait_for_all
 from spmd.distributed.secret import with_token
 from spmd.distributed.timeouts import StallTimeouts
@@ -73,9 +74,9 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTim
         )
     log(str(world))
     info = ProcessInfo(world.rank, world.size, f"{socket.gethostname()} (process id {os.getpid()})", _facts())
-    address = wait_for_all(world, info, timeout=timeout, log=log)
-    coordination.initialize(world, address, timeout)
-    watchdog.start(world.rank, world.size, limits, log)
+    address, links = wait_for_all(world, info, timeout=timeout, log=log)
+    coordination.initialize(world, address, timeout, local_address(links))
+    watchdog.start(world.rank, world.size, limits, log, links)
     _joined = world
     return world
 

@@ -3,9 +3,10 @@
 JAX's coordination service does not name a missing process, accepts processes that expect different numbers of others, and lets a second
 process with the same rank end the entire job. So process 0 listens at an address that all know, each of the others sends one line of JSON
 about itself, and all get the same answer: what is wrong, or the address (with a fresh port) of JAX's service. The connections carry
-nothing else, and are closed before training.
+nothing else; while a run lasts, they show whether the other host is there (`links.py`).
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.distributed.detect_cluster import World, free_port, join_address, resolve_address
+from spmd.distributed.links import Links, keep
 from spmd.distributed.messages import MAX_LINE_BYTES, is_proof, proof_of, receive_message, send_message
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
@@ -36,11 +38,11 @@ class ProcessInfo:
     facts: dict[str, str]
 
 
-def wait_for_all(world: World, info: ProcessInfo, *, timeout: float, log: Callable[[str], None]) -> str:
+def wait_for_all(world: World, info: ProcessInfo, *, timeout: float, log: Callable[[str], None]) -> tuple[str, Links]:
     """Wait for all other processes: process 0 listens, the others connect to it.
 
     Returns:
-      "host:port" for JAX's coordination service.
+      "host:port" for JAX's coordination service; and the connections, of process 0 with all others, and of these with it.
 
     Raises:
       ClusterError: two processes of the same rank; different numbers of processes, or facts.
@@ -99,7 +101,7 @@ class _Server:
         for connection in (self.listener, *self.buffers, *self.waiting):
             connection.close()
 
-    def serve(self, timeout: float, log: Callable[[str], None]) -> str:
+    def serve(self, timeout: float, log: Callable[[str], None]) -> tuple[str, Links]:
         """Wait for all processes, and send all of them the same answer."""
         began = logged_at = time.monotonic()
         while len(self.infos) < self.world.size and not self.problem:
@@ -119,7 +121,9 @@ class _Server:
         service = join_address(self.address, free_port(self.address))
         for connection in self.waiting:
             self._answer(connection, {"go": service})
-        return service
+        links = {rank: (f"process {rank} on {self.infos[rank].name}", keep(connection)) for connection, rank in self.waiting.items()}
+        self.waiting = {}
+        return service, links
 
     def _rejections(self) -> str:
         return f"; {self.rejected} connections did not know this job's token" if self.rejected else ""
@@ -217,7 +221,7 @@ class _Server:
         return ""
 
 
-def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str], None]) -> str:
+def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str], None]) -> tuple[str, Links]:
     """Register with process 0 as soon as it listens, and wait for the answer."""
     began = logged_at = time.monotonic()
     message = dataclasses.asdict(info)
@@ -229,21 +233,16 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
                 f"{world}: no answer from process 0 at {world.address} in {timeout:g} s.",
                 fix="is it started, and is that its address; may this host reach it; and do both know the same token (SPMD_TOKEN)?",
             )
-        try:
-            with socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0)) as connection:
-                send_message(connection, {**message, "nonce": nonce, "proof": proof_of(world.token, nonce, message)})
-                answer = receive_message(
-                    connection, began + timeout + LINGER
-                )  # process 0 knows who is missing, and answers at its own timeout
-        except OSError:
-            answer = None
-        proof = answer.pop("proof", "") if answer is not None else ""
-        if not is_proof(proof, world.token, f"answer {nonce}", answer or {}):
-            answer = None  # from a process that does not know the token
-        if answer is not None and "go" in answer:
-            return str(answer["go"])
-        if answer is not None:
-            raise ClusterError(f"{world}: {printable(str(answer.get('problem')))}.", fix=FIX)
+        with contextlib.ExitStack() as closing, contextlib.suppress(OSError):
+            connection = closing.enter_context(socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0)))
+            send_message(connection, {**message, "nonce": nonce, "proof": proof_of(world.token, nonce, message)})
+            answer = receive_message(connection, began + timeout + LINGER) or {}  # process 0 knows who is missing, and has its timeout
+            proof = answer.pop("proof", "")
+            if is_proof(proof, world.token, f"answer {nonce}", answer):  # else it is from a process that does not know the token
+                if "go" not in answer:
+                    raise ClusterError(f"{world}: {printable(str(answer.get('problem')))}.", fix=FIX)
+                closing.pop_all()
+                return str(answer["go"]), {0: (f"process 0 at {world.address}", keep(connection))}
         time.sleep(min(0.2, max(remaining, 0.0)))
         if time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()

@@ -24,6 +24,7 @@ import jax
 
 from spmd.distributed import coordination
 from spmd.distributed.exit_codes import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
+from spmd.distributed.links import LOST_SECONDS, Links, lost
 from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT, format_error, report_to_launcher
 from spmd.distributed.stragglers import StragglerMonitor
 from spmd.distributed.timeouts import StallTimeouts
@@ -105,7 +106,7 @@ class Watchdog:
     def leave(self) -> None:
         """This process has received SIGTERM and has nothing to save; say so. All exit with code 143."""
         self._leaving, text = True, f"{NOTHING_TO_SAVE}: this process ends with code {TERMINATED}"
-        os.write(2, f"spmd: it received SIGTERM in {self.phase}, {text}\n".encode())  # a signal may interrupt print itself
+        write_to_stderr(f"spmd: it received SIGTERM in {self.phase}, {text}\n")
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
         """Whether a run that was asked to stop does so here: after this step, or before this batch of the evaluation after it."""
@@ -132,8 +133,9 @@ class ClusterWatchdog(Watchdog):
 
     leaves_together = True
 
-    def __init__(self, rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None]):
+    def __init__(self, rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None], links: Links | None = None):
         super().__init__()
+        self._links = links or {}
         self.rank, self.size, self.timeouts, self._log = rank, size, timeouts, log
         self._run_count, self._acknowledged_runs, self._exiting = 0, 0, threading.Lock()
         self._mean_step_seconds, self._step_count = 0.0, 0
@@ -308,10 +310,24 @@ class ClusterWatchdog(Watchdog):
             phase, _, progress_at = self._progress
             if time.monotonic() - self._heartbeat_at >= HEARTBEAT_SECONDS:
                 self._heartbeat()
+            if names := lost(self._links):
+                self._report_lost(f"{', '.join(names)}: no answer for {LOST_SECONDS} s; that host, or the network to it, is lost")
             timeout = self._timeout(phase)
             if (idle := time.monotonic() - progress_at) > timeout:
                 message = f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g})"
                 self._abort(f"stalled in {phase} (limit {timeout:g} s)", STALLED, message)
+
+    def _report_lost(self, text: str) -> NoReturn:
+        """Report a host that is lost, and exit; JAX would abort this process a little later, without naming it."""
+        with self._exiting:
+            self._force_exit_after(2 * EXIT_SECONDS, PEER)
+            self._log(text)
+            self._write_failure(text, WAIT, PEER)
+            if self.rank == 0:  # the service is here: those that are still connected read it
+                self._publish_failure(text)
+                self._exit(PEER)
+            self._heartbeat("left")
+            coordination.exit_now(PEER)
 
     def _heartbeat(self, end: str = "") -> None:
         """Write a heartbeat for the launcher; the last one says how this process has left."""
@@ -392,10 +408,10 @@ def current() -> Watchdog:
     return _current
 
 
-def start(rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None]) -> None:
-    """Watch this process, one of several, from now on."""
+def start(rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None], links: Links | None = None) -> None:
+    """Watch this process, one of several, from now on; `links`: its connections to others, which show that a host is lost."""
     global _current
-    watchdog = ClusterWatchdog(rank, size, timeouts, log)
+    watchdog = ClusterWatchdog(rank, size, timeouts, log, links)
     watchdog.start()
     _current = watchdog
 
@@ -415,6 +431,12 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, ClusterError):
         return FAILED if isinstance(error, RendezvousTimeout) else DISAGREED
     return USAGE if isinstance(error, SpmdError) and not _current.run_started else FAILED
+
+
+def write_to_stderr(text: str) -> None:
+    """Write a line from a signal handler, which may interrupt print itself; a terminal that has been closed shows nothing."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 def print_error(error: BaseException) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.distributed.detect_cluster import free_port, visible_gpus
+from spmd.distributed.stop_signals import chosen_stop_signals
 from spmd.errors import OptionError
 from spmd.launch.process_group import ProcessGroup, Stoppable, start_processes
 from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt
@@ -189,7 +190,9 @@ def check_script(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator[None]:
-    """In the block, forward SIGTERM, SIGHUP (as SIGTERM) and Ctrl-C to all processes, once; a second Ctrl-C kills them.
+    """In the block, forward SIGTERM, SIGHUP and the signals of $SPMD_STOP_SIGNALS (all as SIGTERM) and Ctrl-C to all processes, once.
+
+    A second Ctrl-C kills them.
 
     Args:
       group: the processes.
@@ -198,14 +201,15 @@ def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator
 
     def forward(number: int, frame: object) -> None:
         del frame
-        number = signal.SIGTERM if number == signal.SIGHUP else number  # closing a terminal must not lose a run
+        number = number if number == signal.SIGINT else signal.SIGTERM  # closing a terminal must not lose a run
         if group.stop_signal is None:
             group.stop_signal = number
             send(number)
         elif number == signal.SIGINT:
             send(signal.SIGKILL)
 
-    signals = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    signals = [signal.SIGTERM, signal.SIGINT, *chosen_stop_signals()]
+    signals += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     previous = {number: signal.signal(number, forward) for number in signals}
     try:
         yield

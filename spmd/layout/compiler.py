@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd.errors import OptionError, type_name
 from spmd.fields import Conflict, as_toml, check_types
+from spmd.tracebacks import trims_tracebacks
 from spmd.tree import parse_bytes
 
 GPU = ("gpu", "cuda", "rocm")  # platforms, as JAX and as targets of plans call them
@@ -44,6 +45,7 @@ TRITON = "xla_gpu_enable_triton_gemm"  # without which a plan compiles again wha
 UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNROLLING_NO_UNROLL"}
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Compiler:
     """Options of XLA with which the step, evaluation and prediction are compiled.

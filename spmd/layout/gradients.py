@@ -6,12 +6,14 @@ from typing import Any
 
 from spmd.errors import OptionError, type_name
 from spmd.fields import Conflict, as_rules, check_types, names
+from spmd.tracebacks import trims_tracebacks
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
 
 Options = tuple[tuple[str, Any], ...]
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class GradientRule:
     """The codec of gradients whose parameter path matches `path` and none of `except_`.
@@ -40,6 +42,7 @@ class GradientRule:
         object.__setattr__(self, "except_", names(self.except_))
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """How gradients are reduced over workers, and with which codec they are sent.

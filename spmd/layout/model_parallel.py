@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 
 from spmd.fields import Conflict
+from spmd.tracebacks import trims_tracebacks
 
 SCHEDULES = ("gpipe", "circular", "1f1b")
 ORDERS = ("balanced", "contiguous")
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
     """Stacks of layers (`spmd.nn.LayerStack`, `spmd.nn.RNNStack`) sharded over a mesh axis: each of its devices has some of the layers.

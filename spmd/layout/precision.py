@@ -4,10 +4,12 @@ import dataclasses
 
 from spmd.errors import OptionError
 from spmd.fields import check_types, names
+from spmd.tracebacks import trims_tracebacks
 
 PRODUCTS = ("bfloat16", "float8", "int8")
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """The dtype of the products of weights in all modules whose path matches `path`, and none of `except_`.

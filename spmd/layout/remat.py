@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from spmd.fields import Conflict, as_rules, names
+from spmd.tracebacks import trims_tracebacks
 
 SAVES = ("everything", "dots", "dots_no_batch", "nothing", "offload")
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Remat:
     """Which activations are recomputed in the backward pass instead of being kept.

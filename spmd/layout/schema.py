@@ -27,6 +27,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {  # values of tables that may be give
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so.
@@ -120,6 +121,7 @@ class Memory:
     optimizer: str = "device"
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """The implementation of attention: of `spmd.nn.attention`, and of JAX's and flax's functions, which models call unchanged.
@@ -144,6 +146,7 @@ class Attention:
             raise OptionError(why, fix=did_you_mean(str(self.implementation), IMPLEMENTATIONS))
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where every array lives and how gradients are reduced. `mesh` and `axes` may be given as dicts.

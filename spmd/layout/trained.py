@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from spmd.errors import OptionError
 from spmd.fields import Conflict, check_types, names
+from spmd.tracebacks import trims_tracebacks
 
 FROZEN = ("bfloat16", "float16", "int8", "nf4")  # how frozen weights may be kept
 ADAPTER_RANGES = {  # of values of an adapter: whether one is in it, and in words
@@ -15,6 +16,7 @@ ADAPTER_RANGES = {  # of values of an adapter: whether one is in it, and in word
 }
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Train:
     """Which parameters are trained, by path: all that match `include` and none of `exclude`; adapters always are.
@@ -49,6 +51,7 @@ class Train:
             raise OptionError(f"Train: block={self.block}.", fix="a whole number from 1.")
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """A low-rank adapter (LoRA, Hu et al., arXiv:2106.09685) on every `nnx.Linear` whose path matches `modules`, and none of `except_`.

@@ -31,6 +31,7 @@ from spmd.run.memory_folder import forget_run
 from spmd.run.owner import FolderOwnership
 from spmd.run.restore_comm_state import COMM_STATE, STATE, checkpoint_item
 from spmd.run.retention import kept_steps, remove_checkpoint, remove_leftovers, sync_tree
+from spmd.tracebacks import trims_tracebacks
 from spmd.train.state import State
 from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
@@ -40,6 +41,7 @@ MERGED = "manifest.ocdbt"  # of the arrays of all processes
 HEADROOM = 1.2  # times the size of a checkpoint that must be free on disk before it is written
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """Where to save checkpoints, how often, and how many to keep. `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.

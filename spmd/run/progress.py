@@ -1,6 +1,7 @@
 """Live progress in a terminal or a notebook; elsewhere only on request."""
 
 import contextlib
+import errno
 import html
 import io
 import sys
@@ -8,7 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, cast
 
 from spmd.errors import OptionError, short_repr
 from spmd.render.sparkline import MOST, panel, spark
@@ -354,6 +355,35 @@ def _in_kernel() -> bool:
     return hasattr(ipython and ipython.get_ipython(), "kernel")
 
 
+class _Screen:
+    """A stream whose reader may be gone, such as a closed terminal: what cannot be shown ends no run."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        """Write, and show it."""
+        with _reader_may_be_gone():
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Show what is written."""
+        with _reader_may_be_gone():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _reader_may_be_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):  # of a closed terminal, and of a pipe
+            raise
+
+
 def make_progress(wanted: bool | str) -> NoProgress | Progress:
     """`True` shows progress anywhere, `False` nowhere, `"auto"` in a terminal or a notebook."""
     if not isinstance(wanted, bool) and not (isinstance(wanted, str) and wanted == "auto"):
@@ -365,7 +395,7 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
     if _in_kernel():
         console = Console(file=io.StringIO(), record=True, width=NOTEBOOK_WIDTH, no_color=True, force_jupyter=False)
         return NotebookBar(console, REFRESH_SECONDS)
-    console = Console(file=sys.stderr)
+    console = Console(file=cast(TextIO, _Screen(sys.stderr)))
     if console.is_terminal:
         return Bar(console, REFRESH_SECONDS)
     return NoProgress() if wanted == "auto" else Lines(console, LOG_SECONDS)

@@ -1,7 +1,8 @@
 """Turns Ctrl-C and SIGTERM into requests to stop (`RunControl.ask`): all processes stop after the same step.
 
 `fit` then saves, if it has a checkpoint folder. After Ctrl-C it returns. After SIGTERM it exits with code 143 (`api.py`), and where a run
-has nothing to save yet, as before its first step, it does so immediately, also while XLA compiles.
+has nothing to save yet, as before its first step, it does so immediately, also while XLA compiles. SIGHUP, and the signals that
+$SPMD_STOP_SIGNALS names, act as SIGTERM.
 """
 
 import contextlib
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 from spmd.distributed import coordination, watchdog
 from spmd.distributed.exit_codes import TERMINATED
-from spmd.distributed.watchdog import SIGTERM_REASON
+from spmd.distributed.stop_signals import chosen_stop_signals
+from spmd.distributed.watchdog import SIGTERM_REASON, write_to_stderr
 
 SIGINT_REASON = "interrupted"  # why a run stopped
 EXIT_SECONDS = 2.0  # for Python to leave `fit` after SIGTERM, which it cannot while XLA compiles
@@ -25,15 +27,18 @@ class _Signals:
 
     def __init__(self) -> None:
         self.request: Callable[[str], None] | None = None
-        self._left = False
+        self._left, self._announced = False, set[int]()
         self._ended, self._taken = threading.Event(), list[signal.Signals]()
         self._read, self._written = os.pipe()
         os.set_blocking(self._written, False)
 
     def start(self) -> None:
         """Handle signals from now on."""
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._taken = [number for number, handler in self._before.items() if number == signal.SIGINT or handler == signal.SIG_DFL]
+        chosen = [] if _handling else chosen_stop_signals()  # inside another run they stop that one, as SIGTERM does
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *chosen)
+        self._before = {number: signal.getsignal(number) for number in numbers}
+        always = (signal.SIGINT, *chosen)  # others only where the default is in place: nohup ignores SIGHUP
+        self._taken = [number for number, handler in self._before.items() if number in always or handler == signal.SIG_DFL]
         self._next_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
         for number in self._taken:
             signal.signal(number, self._handle)
@@ -52,8 +57,8 @@ class _Signals:
     def _handle(self, number: int, frame: object) -> None:
         """The handler, which Python calls in the main thread, between two of its own instructions."""
         del frame
-        if number == signal.SIGTERM:
-            if self._terminate():
+        if number != signal.SIGINT:
+            if self._terminate(number):
                 raise SystemExit(TERMINATED)
         elif self.request is None:
             signal.default_int_handler(number, None)
@@ -61,9 +66,12 @@ class _Signals:
             signal.signal(number, signal.default_int_handler)  # a second one interrupts; the previous handler may not
             self.request(SIGINT_REASON)
 
-    def _terminate(self) -> bool:
-        """Act on SIGTERM, in the main thread or in this object's; returns whether this process has to exit now, alone."""
+    def _terminate(self, number: int) -> bool:
+        """Act on SIGTERM or its like, in the main thread or in this object's; returns whether this process has to exit now, alone."""
         watch = watchdog.current()
+        if number != signal.SIGTERM and number not in self._announced:
+            self._announced.add(number)
+            write_to_stderr(f"spmd: {signal.Signals(number).name} acts as SIGTERM\n")  # which later lines name
         if self.request is not None and watch.has_trained:
             self.request(SIGTERM_REASON)
             return False
@@ -78,8 +86,8 @@ class _Signals:
             if self._next_fd != -1:
                 with contextlib.suppress(OSError):
                     os.write(self._next_fd, number)
-            if number[0] == signal.SIGTERM and signal.SIGTERM in self._taken:
-                if self._terminate() and not self._ended.wait(EXIT_SECONDS):
+            if number[0] != signal.SIGINT and number[0] in self._taken:
+                if self._terminate(number[0]) and not self._ended.wait(EXIT_SECONDS):
                     coordination.exit_now(TERMINATED)
         os.close(self._read)
         os.close(self._written)
@@ -102,7 +110,7 @@ os.register_at_fork(after_in_child=_reset_in_fork)
 def interruptible() -> Iterator[None]:
     """In the block SIGINT raises KeyboardInterrupt, and SIGTERM ends all processes with code 143, until `stop_by`.
 
-    A SIGTERM handler of the user's stays in place. Signals reach only the main thread; elsewhere this does nothing.
+    A handler of the user's for SIGTERM or SIGHUP stays in place. Signals reach only the main thread; elsewhere this does nothing.
     """
     global _handling
     if threading.current_thread() is not threading.main_thread():

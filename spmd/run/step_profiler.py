@@ -20,6 +20,7 @@ from spmd.run.config import RunState
 from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.time_account import TimeAccount
+from spmd.tracebacks import trims_tracebacks
 from spmd.user_paths import as_path, blocking_file, make_folder, replace_text, wrap_os_errors
 
 MOST = 100  # steps: a trace has every operation of every device
@@ -27,6 +28,7 @@ FOLDER, PAGE = "profile", "profile.html"
 BEFORE, TRACING, DONE = "before", "tracing", "done"
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """Which steps `fit` traces, and what for.

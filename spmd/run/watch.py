@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import OptionError, check_integer, short_repr
+from spmd.tracebacks import trims_tracebacks
 from spmd.train.compiled_step import Program
 from spmd.train.histograms import check_countable, read_counts
 
 Counts = Mapping[str, Mapping[str, Any]]  # by kind ("parameters" or "gradients") and path, on the devices
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Watch:
     """Which steps have histograms, of each parameter and of its gradient.

@@ -4,8 +4,10 @@ import dataclasses
 import math
 
 from spmd.errors import OptionError, check_integer
+from spmd.tracebacks import trims_tracebacks
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Halving:
     """Successive halving, for `spmd.sweep(search=Halving(...))` (Jamieson and Talwalkar 2016, algorithm 1).

@@ -3,6 +3,7 @@
 import functools
 
 import grain
+import grain.python as pygrain
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,6 +11,7 @@ import pytest
 from linear import examples, fit, same
 
 import spmd
+from spmd.errors import DataError
 
 COUNT, BATCH = 48, 16
 
@@ -107,28 +109,49 @@ def test_prefetched_batches_do_not_count_as_trained_on(tmp_path):
     assert rest.history["loss"] == uninterrupted.history["loss"][1:3]
 
 
-@pytest.mark.system
-def test_a_data_loader_whose_state_is_bytes_resumes(tmp_path):
-    import grain.python as pygrain
+class Numbered:
+    """A source as people write it: grain compares its `repr` on resuming, and here that is its address."""
 
-    class Rows:
-        def __repr__(self):
-            return "Rows"  # grain compares it on resuming
+    def __len__(self):
+        return 64
 
-        def __len__(self):
-            return 64
+    def __getitem__(self, index):
+        return {"x": np.full(4, index / 64, np.float32), "y": np.full(1, index / 32, np.float32)}
 
-        def __getitem__(self, index):
-            return {"x": np.full(4, index / 64, np.float32), "y": np.full(1, index / 32, np.float32)}
 
-    def loader():
-        sampler = pygrain.IndexSampler(64, pygrain.NoSharding(), shuffle=True, num_epochs=1, seed=3)
-        return pygrain.DataLoader(data_source=Rows(), sampler=sampler, operations=[pygrain.Batch(8)], worker_count=0)
+class Named(Numbered):
+    def __repr__(self):
+        return "Named"
 
+
+def loader(source, seed=3):
+    sampler = pygrain.IndexSampler(64, pygrain.NoSharding(), shuffle=True, num_epochs=1, seed=seed)
+    return pygrain.DataLoader(data_source=source, sampler=sampler, operations=[pygrain.Batch(8)], worker_count=0)
+
+
+def train_on(data, **options):
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
-    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1)}
-    uninterrupted = spmd.fit(model, loader(), epochs=1, **options)
-    spmd.fit(model, loader(), steps=3, checkpoint=tmp_path, **options)
-    rest = spmd.fit(model, loader(), epochs=1, checkpoint=tmp_path, resume=True, **options)
+    return spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), **options)
+
+
+@pytest.mark.parametrize("kind", [Numbered, pytest.param(Named, marks=pytest.mark.system)])
+def test_a_data_loader_whose_state_is_bytes_resumes(kind, tmp_path):
+    sources = [kind() for _ in range(3)]  # at three addresses
+    uninterrupted = train_on(loader(sources[0]), epochs=1)
+    train_on(loader(sources[1]), steps=3, checkpoint=tmp_path)
+    rest = train_on(loader(sources[2]), epochs=1, checkpoint=tmp_path, resume=True)
     assert rest.history["loss"] == uninterrupted.history["loss"][3:]
     assert np.array_equal(rest.state.params["w"], uninterrupted.state.params["w"])
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [(loader(Named()), "DataSource in checkpoint does not match datasource in dataloader"), (loader(Numbered(), seed=4), "Sampler in")],
+    ids=["source", "sampler"],
+)
+def test_a_data_loader_of_other_data_is_refused_by_name(other, what, tmp_path):
+    train_on(loader(Numbered()), steps=3, checkpoint=tmp_path)
+    with pytest.raises(DataError) as caught:
+        train_on(other, epochs=1, checkpoint=tmp_path, resume=True)
+    assert str(caught.value).startswith(f"a DataLoaderIterator refuses the position in the data of the checkpoint: ValueError: {what}")
+    assert str(caught.value).endswith(".\n    fix: the source, the sampler and the number of workers that the run began with.")

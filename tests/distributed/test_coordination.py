@@ -11,7 +11,7 @@ from spmd.distributed.detect_cluster import World
 
 rank, address = int(sys.argv[1]), sys.argv[2]
 assert not coordination.is_initialized() and not coordination.backends_initialized()
-coordination.initialize(World(rank, 2, address, "a test"), address, 60)
+coordination.initialize(World(rank, 2, address, "a test"), address, 60, "127.0.0.1")
 assert coordination.is_initialized() and coordination.process_info() == (rank, 2, address)
 coordination.put(f"names/{rank}", "first")
 coordination.put(f"names/{rank}", f"process {rank}")

@@ -13,7 +13,9 @@ import pytest
 from launched import JOB, launch
 
 from spmd.distributed.detect_cluster import free_port
-from tests.processes import environment
+from spmd.launch.local_launcher import forward_signals
+from spmd.launch.process_group import ProcessGroup
+from tests.processes import environment, handled_by
 
 SLOW = pytest.mark.slow
 
@@ -179,6 +181,16 @@ def test_sigterm_saves_at_the_same_step_and_resumes_exactly(undisturbed, tmp_pat
     if whom == "one process":
         rest = job("--folder", folder, "--resume")
         assert rest.code == 0 and set(rest.hashes) == {undisturbed}, rest.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1], ids=str)
+def test_chosen_signals_are_forwarded_as_sigterm(number, monkeypatch):
+    monkeypatch.setenv("SPMD_STOP_SIGNALS", "USR1")
+    group, sent = ProcessGroup({}), []
+    with handled_by(signal.SIG_DFL), forward_signals(group, sent.append):
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+    assert sent == [signal.SIGTERM] and group.stop_signal == signal.SIGTERM
 
 
 @SLOW

@@ -59,9 +59,12 @@ def rendezvous_of(port, ranks, *, timeout=60.0, size=None, sizes=(), facts=()):
         world, info = process(port, ranks[index], dict(sizes).get(index, size), index)
         info = dataclasses.replace(info, facts={**FACTS, **dict(facts).get(index, {})})
         try:
-            return rendezvous.wait_for_all(world, info, timeout=timeout, log=lambda text: None)
+            address, links = rendezvous.wait_for_all(world, info, timeout=timeout, log=lambda text: None)
         except ClusterError as error:
             return error
+        for _, connection in links.values():
+            connection.close()
+        return address
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(join, range(len(ranks))))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launched import launch
 
-from tests.processes import environment
+from tests.processes import environment, handled_by
 
 pytestmark = pytest.mark.system
 
@@ -96,6 +96,57 @@ def test_sigterm_to_several_processes(phase, whom, tmp_path):
     expected = f", and have saved step {saved(folder)}" if PHASES[phase] else ""
     (line,) = re.findall(r"(?m)^spmd launch: .* ended .*", run.text)
     assert line == f"spmd launch: 2 processes ended with code 143 after SIGTERM{expected}", run.text
+
+
+TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+import jax.numpy as jnp, numpy as np, optax, spmd
+model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+data = {"x": np.ones((64, 4), np.float32), "y": np.ones((64, 1), np.float32)}
+options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 8}
+spmd.fit(model, data, steps=10**7, checkpoint=sys.argv[1], progress=True, **options)
+"""
+
+
+def test_closed_terminal_saves(tmp_path):
+    """The kernel sends SIGHUP, and the terminal takes no more lines of the display."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", TERMINAL, tmp_path / "run"]
+    variables = environment(TERM="xterm")
+    with handled_by(signal.SIG_DFL):
+        process = subprocess.Popen(command, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    alarm = threading.Timer(200, process.kill)
+    alarm.start()
+    try:
+        os.close(theirs)
+        shown = b""
+        while b"loss" not in shown:  # beside the bar, once it trains
+            shown += os.read(ours, 65536)
+        os.close(ours)
+        assert process.wait() == 143
+    finally:
+        alarm.cancel()
+        process.kill()
+        process.wait()
+    assert saved(tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1], ids=str)
+def test_chosen_signal_to_one_of_several_processes(number, tmp_path, monkeypatch):
+    """As SLURM sends it to the tasks of a step: all processes save, and each that received it says how it acts."""
+    monkeypatch.setenv("SPMD_STOP_SIGNALS", "USR1")
+
+    def ask(process, run):
+        until = time.monotonic() + 200
+        while not any("READY" in line for _, line in run.lines) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(int(children(process.pid)[1]), number)
+
+    with handled_by(signal.SIG_DFL):
+        run = launch("--processes", 2, "--simulate", 1, JOB, tmp_path / "run", "evaluate", 1, meanwhile=ask)
+    assert run.code == 143 and saved(tmp_path / "run") == 4, run.text
+    assert f"[1] spmd: {number.name} acts as SIGTERM" in run.text and "[0] spmd: SIG" not in run.text, run.text
 
 
 def children(pid):

@@ -1,6 +1,7 @@
 """Live progress: silent without a terminal, a bar in a terminal, plain lines on request."""
 
 import io
+import os
 import re
 import threading
 import time
@@ -160,6 +161,15 @@ def test_an_error_leaves_the_terminal_as_it_was(console):
     with pytest.raises(CallbackError, match=r"callback fail\.on_step raises RuntimeError: mine"):
         fit(epochs=2, callbacks=[fail])
     assert console.file.getvalue().count(HIDE) == console.file.getvalue().count(SHOW) == 1
+
+
+def test_a_display_without_a_reader_ends_no_run(monkeypatch):
+    read, written = os.pipe()
+    os.close(read)
+    with io.TextIOWrapper(io.FileIO(written, "w"), write_through=True) as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        assert int(fit(steps=2, progress=True).state.step) == 2
+        monkeypatch.undo()
 
 
 def wait_for(console, text):

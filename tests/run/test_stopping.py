@@ -15,10 +15,11 @@ from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
 import spmd
 from spmd.data import prefetch
-from spmd.errors import CallbackError
+from spmd.errors import CallbackError, OptionError
 from spmd.run import time_account
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.loop import Loop
+from tests.processes import handled_by
 
 
 def resumed(path, **options):
@@ -326,6 +327,49 @@ def test_sigterm_while_the_reader_hangs_saves(tmp_path, monkeypatch, caplog):
     released.set()
     assert raised.value.code == 143 and "the data's reader is still busy 0.05 s" in caplog.text
     assert finished_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2], ids=str)
+def test_signals_of_terminals_and_schedulers_save_and_end(number, tmp_path, monkeypatch, capfd, caplog):
+    """SIGHUP always, the others by choice; the choice wins over a handler, such as that of a job library."""
+    monkeypatch.setenv("SPMD_STOP_SIGNALS", "USR1, USR2")
+    with handled_by(signal.SIG_DFL), handled_by(mine := lambda *_: os._exit(3), signal.SIGUSR2):
+        with pytest.raises(SystemExit) as raised:
+            fit(epochs=3, checkpoint=tmp_path, callbacks=[lambda info: signal.raise_signal(number) if info.step == 4 else None])
+        assert signal.getsignal(signal.SIGUSR2) is mine and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    assert raised.value.code == 143 and finished_steps(tmp_path) == [3, 5]
+    assert capfd.readouterr().err.count(f"spmd: {number.name} acts as SIGTERM\n") == 1
+    kept = f"ended by SIGTERM after step 5: the checkpoint is in {tmp_path}, and fit(..., resume=True) resumes from it."
+    assert caplog.messages[-1] == kept
+    assert same(resumed(tmp_path).state, fit(epochs=3).state)
+
+
+def test_ignored_sighup_stays_ignored(tmp_path, capfd):
+    """As nohup starts a process."""
+    with handled_by(signal.SIG_IGN):
+        result = fit(steps=4, checkpoint=tmp_path, callbacks=[lambda info: signal.raise_signal(signal.SIGHUP)])
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert result.stop_reason is None and finished_steps(tmp_path)[-1] == 4 and "acts as" not in capfd.readouterr().err
+
+
+def test_sighup_before_the_first_step_ends_at_once(tmp_path, capfd):
+    with pytest.raises(SystemExit) as raised, handled_by(signal.SIG_DFL):
+        fit(steps=4, checkpoint=tmp_path, callbacks=[Start(lambda: signal.raise_signal(signal.SIGHUP))])
+    assert raised.value.code == 143
+    lines = "spmd: SIGHUP acts as SIGTERM\nspmd: it received SIGTERM in compile, before there was anything to save"
+    assert f"{lines}: this process ends with code 143\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("names", ["USR3", "USR1,TERM"])
+def test_unknown_stop_signal_is_refused(names, monkeypatch):
+    monkeypatch.setenv("SPMD_STOP_SIGNALS", names)
+    with pytest.raises(OptionError) as raised:
+        fit(steps=1)
+    name = names.split(",")[-1]
+    assert str(raised.value) == (
+        f'SPMD_STOP_SIGNALS={names}: "{name}" cannot be chosen; TERM and HUP stop a run without it.\n'
+        "    fix: SPMD_STOP_SIGNALS=USR1, SPMD_STOP_SIGNALS=USR2, or SPMD_STOP_SIGNALS=USR1,USR2."
+    )
 
 
 def test_fork_does_not_end_the_run():

@@ -7,6 +7,7 @@ from typing import Any
 
 from spmd.errors import OptionError
 from spmd.fields import Conflict, as_toml, check_types, plain_types, wrong_type
+from spmd.tracebacks import trims_tracebacks
 from spmd.wire.server.timing import LINK, SECONDS, Network, parse_compute_time, parse_staleness_scale
 
 ASYNCHRONOUS, LOCAL = ("asynchronous", "bounded", "softsync"), ("local", "elastic")
@@ -14,6 +15,7 @@ MODES = ("synchronous", *ASYNCHRONOUS, *LOCAL)
 PLACEMENTS = ("sliced", "round_robin", "greedy_bytes", "largest_first")
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class ParameterServer:
     """Where parameters are kept, who waits for whom, and what is made of gradients that come late.

@@ -1,0 +1,104 @@
+"""Hosts that are lost, and hosts whose name is a loopback address: processes in network namespaces, started by hand."""
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from simulated_hosts import simulated_hosts
+
+from spmd.distributed import links
+from tests.processes import environment
+
+JOB = """
+import sys
+import jax.numpy as jnp, numpy as np, optax, spmd
+
+spmd.join()
+model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+data = {"x": np.ones((64, 4), np.float32), "y": np.ones((64, 1), np.float32)}
+options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 8}
+report = lambda info: print("STEP 5", flush=True) if info.step == 5 else None
+spmd.fit(model, data, steps=int(sys.argv[1]), callbacks=[report], **options)
+print("END", flush=True)
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with simulated_hosts(tmp_path, 2) as hosts:
+        if hosts[0].holder is None:
+            pytest.skip("network namespaces need privileges, and ip, unshare and nsenter")
+        yield hosts
+
+
+@contextlib.contextmanager
+def started(hosts, steps):
+    """A process on each host; killed and reaped on leaving, and after 300 s whatever happens."""
+    processes = []
+    shared = {"SPMD_PROCESSES": 2, "SPMD_COORDINATOR": "10.77.0.1:6000", "SPMD_TOKEN": "t", "SPMD_STALL": "step=inf", "SPMD_SIMULATE": 1}
+    for rank, host in enumerate(hosts.hosts):
+        command = ["nsenter", "-t", str(host.holder), "-n", "-u", "-m", sys.executable, "-c", JOB, str(steps)]
+        variables = environment(SPMD_PROCESS=rank, **shared)
+        processes.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    alarm = threading.Timer(300, lambda: [process.kill() for process in processes])
+    alarm.start()
+    try:
+        yield processes
+    finally:
+        alarm.cancel()
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.system
+def test_lost_host_is_named_by_both_sides(hosts):
+    """JAX's heartbeat would abort both with signal 6, 10 s later."""
+    with started(hosts, 10**7) as processes:
+        for process in processes:
+            assert any(line == "STEP 5\n" for line in process.stdout), process.stderr.read()
+        hosts[1].connect("down")
+        errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [42, 42], errors
+    lost = "no answer for 20 s; that host, or the network to it, is lost\n"
+    assert re.search(rf"(?m)^spmd 0: process 1 on b \(process id \d+\): {lost}", errors[0]), errors[0]
+    assert f"\nspmd 1: process 0 at 10.77.0.1:6000: {lost}" in errors[1], errors[1]
+    assert not any("Check failure stack trace" in text or "Traceback" in text for text in errors), errors
+
+
+@pytest.mark.system
+def test_hosts_whose_names_are_loopback_addresses_train(hosts, tmp_path):
+    """As in Debian's /etc/hosts."""
+    (tmp_path / "hosts" / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 a b\n")
+    with started(hosts, 6) as processes:
+        ended = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0] and all(out.endswith("STEP 5\nEND\n") for out, _ in ended), ended
+
+
+class Answers:
+    """A connection whose `recv` raises an error."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def recv(self, size):
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_lost_names_hosts_that_do_not_answer_and_no_others():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs = links.keep(listener.accept()[0])
+        kept = {1: ("process 1", theirs)}
+        assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and links.lost(kept) == []
+        assert links.local_address(kept) == "127.0.0.1"
+        ours.close()  # it has ended
+        assert links.lost(kept) == []
+        theirs.close()
+    broken = {number: (f"process {number}", Answers(number)) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET)}
+    assert links.lost(broken) == [f"process {errno.ETIMEDOUT}", f"process {errno.EHOSTUNREACH}"]
