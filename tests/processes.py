@@ -1,6 +1,9 @@
 """The environment of processes that tests start: they compile as the test does, and import this checkout."""
 
+import contextlib
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,3 +16,14 @@ def environment(**variables: object) -> dict[str, str]:
     """
     own = {"XLA_FLAGS": os.environ["SPMD_TEST_FLAGS"], "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
     return os.environ | own | {name: str(value) for name, value in variables.items()}
+
+
+@contextlib.contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """In the block, no file of this process can have more bytes: what is written is written in part, and then there is an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from spmd.errors import OptionError, import_extra, raise_callback_errors, short_repr, type_name
+from spmd.output_files import OutputFile
 from spmd.run.pictures import FOLDER as PICTURES, channels, size
 from spmd.run.run_facts import RunFacts
 from spmd.train.histograms import Histogram, counts_not_finite
@@ -70,19 +71,28 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path):
-        path = as_path(path, "JsonLines: path")
+        self._path = path = as_path(path, "JsonLines: path")
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError):
-            self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run leaves complete lines
+            self._file = OutputFile(path, "ab")
+        self._unwritten = b""  # what a full disk did not take: it comes before the next line
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line."""
+        """Append one line, which is in the file when this returns: a killed run leaves complete lines."""
         valid = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
-        self._file.write(json.dumps(valid) + "\n")
+        self._unwritten += f"{json.dumps(valid)}\n".encode()
+        self._flush()
+
+    def _flush(self) -> None:
+        with wrap_os_errors(self._path, OptionError):
+            while self._unwritten:
+                count = self._file.write(self._unwritten)
+                self._unwritten = self._unwritten[count:]
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
+        """Write what is not written, and close the file."""
+        with wrap_os_errors(self._path, OptionError), self._file:
+            self._flush()
 
 
 class TensorBoard:

@@ -18,8 +18,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from spmd.checksummed_files import write_at
 from spmd.errors import CheckpointError, printable
+from spmd.output_files import write_at
 from spmd.run.manifest import open_regular
 from spmd.user_paths import wrap_os_errors
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd.checksummed_files import sync
+from spmd.output_files import sync
 from spmd.ranking import best
 
 REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
