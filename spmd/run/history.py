@@ -212,7 +212,7 @@ class _File:
                 *stored, rows = _read(path)
                 if stored == [names, known]:
                     keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right"))
-            if not keep:
+            if not keep and after:
                 path.rename(path.with_name(f"history-before-{after + 1}.bin"))
         self._path, self._end = path, keep
         with wrap_os_errors(path, CheckpointError):
