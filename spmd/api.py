@@ -454,6 +454,7 @@ def _facts(
     lengths: Mapping[str, int | None],
     *,
     resumes: bool,
+    follows: bool,
 ) -> RunFacts:
     """What loggers may know about the run."""
     folder = None if store is None else store.folder
@@ -466,7 +467,7 @@ def _facts(
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
         **environment(),
     }
-    return RunFacts(config, folder, int(start_point.state.step), resumes, *run_id(folder, resumes=resumes))
+    return RunFacts(config, folder, int(start_point.state.step), resumes, follows, *run_id(folder, resumes=resumes))
 
 
 def _outputs(
@@ -476,7 +477,7 @@ def _outputs(
     display: Any,
     start_point: StartPoint,
     room: str | None,
-    describe: Callable[[], RunFacts],
+    describe: Callable[..., RunFacts],
     chosen: str | None = None,
     *,
     resumes: bool,
@@ -484,13 +485,13 @@ def _outputs(
     """Loggers and progress, on process 0 only; writes the layout and reports notes before the first step."""
     if jax.process_index() != 0:
         return [], NoProgress()
-    began_before = resumes and store is not None and (store.folder / "metrics.jsonl").exists()
+    began_before = store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
         write_text(store.folder / "layout.toml", chosen or trainer.layout.to_toml(), CheckpointError)
         loggers.append(JsonLines(store.folder / "metrics.jsonl"))
     if store is not None and not resumes:
         (store.folder / ID_FILE).unlink(missing_ok=True)  # of an abandoned run, which a tracker that is added later would find
-    line, lines = "", begin_loggers(loggers, describe)
+    line, lines = "", begin_loggers(loggers, functools.partial(describe, follows=began_before))
     step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
     if step:
         # earlier records with a later step belong to the interrupted run
@@ -499,7 +500,9 @@ def _outputs(
         text = f"resumed step {step} from {source}" if source else f"resumed from step {step} of {None if store is None else store.folder}"
         line = f"{text}{''.join(f'; {change}' for change in changes)}"
     elif began_before and store is not None:
-        logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
+        write_record(loggers, {"step": 0, "event": "started again"})  # earlier records belong to the interrupted run
+        if resumes:
+            logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
     elif resumes and store is not None:  # perhaps another folder was meant
         line = f"{store.folder} holds no run to resume: a new one begins"
     if line:

@@ -5,10 +5,11 @@ The checksum reveals flipped bits, truncation and edits by hand; not tampering t
 
 import contextlib
 import hashlib
-import os
 import re
 import secrets
 from pathlib import Path
+
+from spmd.output_files import name_errors, sync
 
 _CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
 _LENGTH = 80  # bytes of the last line, with the line break before it
@@ -28,13 +29,13 @@ def write(path: Path, content: bytes, *, durable: bool = True) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.write(b'\n{"sha256": "%s"}\n' % hashlib.sha256(content).hexdigest().encode())
+        with name_errors(path):
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.write(b'\n{"sha256": "%s"}\n' % hashlib.sha256(content).hexdigest().encode())
             if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+                sync(temporary)
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -42,30 +43,6 @@ def write(path: Path, content: bytes, *, durable: bool = True) -> None:
     if not durable:
         return
     sync(path.parent)  # the name is durable only after its folder is synced
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def write_at(file: int, content: bytes, offset: int, path: Path) -> None:
-    """Write all of some bytes into an open file, from an offset on: a disk that is almost full takes a part of them, without an error.
-
-    Raises:
-      OSError: they cannot all be written; it names `path`.
-    """
-    view = memoryview(content)
-    try:
-        while view:
-            count = os.pwrite(file, view, offset)
-            view, offset = view[count:], offset + count
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read(path: Path) -> bytes | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, SpmdError, short_repr, type_name
+from spmd.output_files import name_errors, sync
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # pathlib leaves one of two slashes
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})(?=/|$)")
@@ -138,14 +139,14 @@ def replace_file(path: Path) -> Iterator[Path]:
         raise OSError(why, os.strerror(why), str(target))
     part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")  # matplotlib chooses the format by the suffix
     try:
-        with part.open("wb"):
-            pass
-        if exists:
-            shutil.copymode(target, part)
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())  # else the new name can be on disk before the contents are
-        part.replace(target)
+        with name_errors(path):
+            with part.open("wb"):
+                pass
+            if exists:
+                shutil.copymode(target, part)
+            yield part
+            sync(part)  # else the new name can be on disk before the contents are
+            part.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
@@ -159,7 +160,8 @@ def wrap_os_errors(path: Path, error: type[SpmdError], kind: str = "file") -> It
         yield
     except OSError as cause:
         verb = "created" if kind == "folder" else "written"
-        raise error(f"the {kind} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix="another path.") from cause
+        fix = "free some disk space, or another path." if cause.errno in (errno.ENOSPC, errno.EDQUOT) else "another path."
+        raise error(f"the {kind} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix=fix) from cause
 
 
 def explain_os_error(path: Path, error: OSError) -> str:

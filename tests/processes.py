@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,3 +28,14 @@ def handled_by(handler: Any, number: int = signal.SIGHUP) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """In the block, no file of this process can have more bytes: what is written is written in part, and then there is an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

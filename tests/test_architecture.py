@@ -34,7 +34,18 @@ def nodes_of(name):
 
 ROOMS = {"callbacks.py", "loggers.py", "losses.py", "metrics.py", "optimizers.py"}  # they only give rooms below a public name
 LEVELS = [
-    {"errors.py", "tree.py", "rng.py", "checksummed_files.py", "xla.py", "jaxpr.py", "deprecated.py", "specs.py", "ranking.py"},
+    {
+        "errors.py",
+        "tree.py",
+        "rng.py",
+        "output_files.py",
+        "checksummed_files.py",
+        "xla.py",
+        "jaxpr.py",
+        "deprecated.py",
+        "specs.py",
+        "ranking.py",
+    },
     {"user_paths.py", "render", "path_match.py", "fields.py", "explicit_arrays.py", "tracebacks.py"},
     {"wire", "program_cache"},
     {"mesh.py", "models", "layout"},
@@ -48,6 +59,7 @@ LEVELS = [
 # Within a level, imports stay inside one folder; these are the steps sideways that the design names.
 SIDEWAYS = {
     ("errors.py", "deprecated.py"),
+    ("checksummed_files.py", "output_files.py"),
     ("render", "user_paths.py"),  # a picture saves itself
     ("layout", "mesh.py"),  # a layout is checked against axis sizes
     ("train", "data"),  # a program is made for a batch, which is checked first
@@ -213,7 +225,33 @@ def test_unbuffered_writes_are_complete():
             unbuffered = any(word.arg == "buffering" and ast.unparse(word.value) == "0" for word in call.keywords)
             if unbuffered and "'rb'" not in map(ast.unparse, call.args):
                 partial.add(name)
-    assert partial == SHORT, "write_at of spmd/checksummed_files.py writes all of the bytes"
+    assert partial == SHORT, "write_at of spmd/output_files.py writes all of the bytes"
+
+
+NAMING = ("name_errors(", "wrap_os_errors(", "replace_file(", "suppress(OSError", "except OSError", "except (OSError")
+
+
+def writes(node, around=""):
+    """(Line, blocks around it) of each call that opens a file for writing with no name in the errors of what is written then."""
+    if isinstance(node, ast.With):
+        around += "".join(ast.unparse(item.context_expr) for item in node.items)
+    elif isinstance(node, ast.Try):
+        around += "".join(f"except {ast.unparse(handler.type)}" for handler in node.handlers if handler.type)
+    elif isinstance(node, ast.Call):
+        method = ast.unparse(node.func).rpartition(".")[2]
+        constants = [ast.unparse(each).strip("'") for each in (*node.args, *(word.value for word in node.keywords))]
+        replaces = isinstance(node.func, ast.Attribute) and method in ("write_text", "write_bytes")
+        if replaces or (method == "open" and {"w", "wb", "a", "ab", "x", "xb", "r+b"} & {*constants}):
+            yield node.lineno, around
+    for child in ast.iter_child_nodes(node):
+        yield from writes(child, around)
+
+
+def test_every_written_file_is_named_in_errors():
+    """The system's error of a full disk does not say which file it is about."""
+    unnamed = {name for name in FILES for _, around in writes(tree_of(name)) if not any(each in around for each in NAMING)}
+    # a part of a file of `open_output`, and what another process prints
+    assert unnamed == {"inference/weights.py", "planner/compile_client.py"}, "open_output and name_errors of spmd/output_files.py name it"
 
 
 def test_every_public_name_is_documented():

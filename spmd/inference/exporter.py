@@ -19,6 +19,7 @@ from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first
 from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
 from spmd.inference.weights import Stored, Writer, dequantize, quantize, should_quantize, stored_shape
 from spmd.mesh import MeshSpec, outside_of_mesh
+from spmd.output_files import open_output
 from spmd.run.manifest import write_manifest
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
@@ -228,14 +229,18 @@ def _write(
         return _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else ""
 
     try:
-        with raise_everywhere(begin, ExportError, WHAT) as writer:
-            for path, leaf in forward.named:
-                values = to_host(leaf)  # in all processes, even after one has failed, since this is collective
-                try:
-                    if not failed:
-                        arrays.append(writer.add(path, values, int8=path in int8, stacked=path in forward.stacked))
-                except (OSError, SpmdError) as error:
-                    failed.append(error)
+        writer = raise_everywhere(begin, ExportError, WHAT)
+        for path, leaf in forward.named:
+            values = to_host(leaf)  # in all processes, even after one has failed, since this is collective
+            try:
+                if not failed:
+                    arrays.append(writer.add(path, values, int8=path in int8, stacked=path in forward.stacked))
+            except (OSError, SpmdError) as error:
+                failed.append(error)
+        try:
+            writer.close()  # which writes the rest
+        except OSError as error:
+            failed.append(error)
         size = raise_everywhere(finish, ExportError, WHAT)
     finally:
         if writes:
@@ -248,8 +253,9 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
     for error in failed:
         raise error
     about["arrays"] = [dataclasses.asdict(stored) for stored in about["arrays"]]
-    (working / PROGRAM).write_bytes(exported.serialize())
-    (working / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    for name, content in ((PROGRAM, exported.serialize()), (ABOUT, json.dumps(about, indent=1).encode())):
+        with open_output(working / name) as file:
+            file.write(content)
     write_manifest(working)
     check_free(target, ExportError)
     working.rename(target)  # replaces an empty folder

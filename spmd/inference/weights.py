@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import ExportError
+from spmd.output_files import open_output
 from spmd.tree import describe
 
 SCALES = "scales/"  # prefix of the names of scales; no path of a model's array begins with it
@@ -76,14 +77,18 @@ class Writer:
     """A file of weights, written one array at a time; with None it writes nothing and only computes errors."""
 
     def __init__(self, path: Path | None):
-        self._file = None if path is None else zipfile.ZipFile(path, "w")
+        self._opened = None if path is None else open_output(path)
+        self._file = None if self._opened is None else zipfile.ZipFile(self._opened, "w")
 
-    def __enter__(self) -> "Writer":
-        return self
+    def close(self) -> None:
+        """Write the table of contents, and close the file.
 
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        Raises:
+          OSError: the rest cannot be written.
+        """
+        if self._opened is not None and self._file is not None:
+            with self._opened:
+                self._file.close()
 
     def add(self, path: str, values: np.ndarray, *, int8: bool, stacked: bool = False) -> Stored:
         """Write an array.

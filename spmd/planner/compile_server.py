@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
+from spmd.output_files import name_errors
 from spmd.planner.compile_client import LOG
 from spmd.train.compiler_options import check_compiler_options, other_options
 
@@ -91,11 +92,12 @@ def _compile(folder: Path) -> None:
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in SIZES}
-    (folder / "program.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
+    with name_errors(folder / "program.hlo"):
+        (folder / "program.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
     for report in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
         report.replace(folder / "buffers.txt")
-    # last: it marks the results as complete
-    (folder / "memory.json").write_text(json.dumps(sizes | retried | {"seconds": seconds}), encoding="utf-8")
+    with name_errors(folder / "memory.json"):  # last: it marks the results as complete
+        (folder / "memory.json").write_text(json.dumps(sizes | retried | {"seconds": seconds}), encoding="utf-8")
 
 
 def _listen(folders: SimpleQueue[Path]) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import PretrainedError, Problem, did_you_mean, join_names, printable, raise_problems, short_repr
+from spmd.output_files import open_output
 from spmd.tree import describe
 
 DTYPES: dict[str, np.dtype] = {
@@ -354,7 +355,7 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[s
     """
     ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
     header, _ = header_bytes([(name, array.dtype, array.shape) for name, array in ordered.items()], metadata or {"format": "pt"})
-    with file.open("wb") as opened:
+    with open_output(file) as opened:
         opened.write(header)
         for array in ordered.values():
             opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import PretrainedError
+from spmd.output_files import open_output, sync
 from spmd.pretrained.links import Link, copy_into
 from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Box, Tensor, box_shape, header_bytes, intersection, relative, slices
 from spmd.user_paths import check_free, make_folder
@@ -68,7 +69,8 @@ def write_folder(
             raise error
         if writes:
             for name, contents in beside.items():
-                (working / name).write_bytes(contents)
+                with open_output(working / name) as file:
+                    file.write(contents)
             check_free(folder, PretrainedError)
             working.rename(folder)  # replaces an empty folder
 
@@ -114,10 +116,8 @@ def _write_shards(
     if working is not None and len(shards) > 1:
         weight_map = {name: file for file, tensors in zip(names, shards, strict=True) for name in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        try:
-            (working / f"{stem}{INDEX}").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            failed.append(error)
+        with _collected(failed), open_output(working / f"{stem}{INDEX}") as opened:
+            opened.write(f"{json.dumps(index, indent=2)}\n".encode())
 
 
 def split_shards(tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype], max_shard: int) -> list[list[str]]:
@@ -140,27 +140,32 @@ def _opened(file: Path | None, header: bytes, failed: list[Exception]) -> Iterat
     if file is None or failed:
         yield lambda values: None
         return
-    with contextlib.ExitStack() as stack:
-        try:
-            opened = stack.enter_context(file.open("wb"))
-            opened.write(header)
-        except OSError as error:
-            failed.append(error)
+    opened = None
+    with _collected(failed):
+        opened = open_output(file)
+        opened.write(header)
 
-        def write(values: np.ndarray) -> None:
-            try:
-                if not failed:
-                    opened.write(values.reshape(-1).view(np.uint8).data)
-            except OSError as error:
-                failed.append(error)
+    def write(values: np.ndarray) -> None:
+        with _collected(failed):
+            if opened is not None and not failed:
+                opened.write(values.reshape(-1).view(np.uint8).data)
 
+    try:
         yield write
-        try:
-            if not failed:
-                opened.flush()
-                os.fsync(opened.fileno())
-        except OSError as error:
-            failed.append(error)
+    finally:
+        with _collected(failed):
+            if opened is not None:
+                opened.close()  # which writes what is in its buffer
+                sync(file)
+
+
+@contextlib.contextmanager
+def _collected(failed: list[Exception]) -> Iterator[None]:
+    """Collect errors of the disk: other processes wait for this one, which takes part to the end, and raises then."""
+    try:
+        yield
+    except OSError as error:
+        failed.append(error)
 
 
 def _values(links: Sequence[Link], dtype: np.dtype, arrays: Mapping[str, jax.Array], gather: "_Gather") -> np.ndarray:

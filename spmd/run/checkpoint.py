@@ -211,14 +211,13 @@ class CheckpointStore(CheckpointReader):
 
     @functools.cached_property
     def _manager(self) -> Any:
-        """Orbax's manager. It deletes incomplete checkpoints, so only an owner that saves may create it."""
+        """Orbax's manager, which only an owner that saves may create."""
         from orbax.checkpoint import checkpoint_managers as policies
 
         ocp, config = import_orbax(), self.config
         unreadable = {step: first_nonempty(self._unreadable_metrics(step)) for step in self.steps()}
         self.move_damaged({step: why for step, why in unreadable.items() if why})
-        if jax.process_index() == 0:
-            remove_leftovers(self.folder / "checkpoints")
+        self.remove_leftovers()
         logging.getLogger("absl").addHandler(_failures)  # once, even with several stores
         self._scores = {step: self.metrics(step).get(config.best) if config.best else None for step in self.steps()}
         options = ocp.CheckpointManagerOptions(
@@ -228,11 +227,15 @@ class CheckpointStore(CheckpointReader):
             best_mode=config.mode,
             enable_async_checkpointing=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
-            cleanup_tmp_directories=True,
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active_processes()),
         )
         return ocp.CheckpointManager(self.folder / "checkpoints", options=options, handler_registry=_handlers())
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes have left. A run that has begun does so though it may save nothing; one that is refused does not."""
+        if jax.process_index() == 0:
+            remove_leftovers(self.folder / "checkpoints")
 
     def _unreadable_metrics(self, step: int) -> str:
         try:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from spmd.checksummed_files import write_at
-from spmd.errors import OptionError
+from spmd.errors import CheckpointError, OptionError
+from spmd.output_files import OutputFile, write_at
 from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
-from spmd.user_paths import as_path
+from spmd.user_paths import as_path, wrap_os_errors
 
 DETAIL = 100_000  # newest steps that are kept individually
 BLOCK = 1000  # steps that are written, and averaged, together
@@ -212,10 +212,12 @@ class _File:
                 *stored, rows = _read(path)
                 if stored == [names, known]:
                     keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right"))
-            if not keep:
+            if not keep and after:
                 path.rename(path.with_name(f"history-before-{after + 1}.bin"))
-        self._path, self._stream, self._end = path, path.open("r+b" if keep else "wb"), keep
-        self._stream.truncate(keep)
+        self._path, self._end = path, keep
+        with wrap_os_errors(path, CheckpointError):
+            self._stream = OutputFile(path, "r+b" if keep else "wb")
+            self._stream.truncate(keep)
         if not keep:
             self._append(header)
 
@@ -230,14 +232,16 @@ class _File:
         """Append bytes; after an error the next ones replace what was written of these.
 
         Raises:
-          OSError: they cannot all be written.
+          CheckpointError: they cannot all be written.
         """
-        write_at(self._stream.fileno(), content, self._end, self._path)
+        with wrap_os_errors(self._path, CheckpointError):
+            write_at(self._stream.fileno(), content, self._end, self._path)
         self._end += len(content)
 
     def close(self) -> None:
         """Close the file."""
-        self._stream.close()
+        with wrap_os_errors(self._path, CheckpointError):
+            self._stream.close()
 
 
 def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:

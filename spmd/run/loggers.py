@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from spmd.errors import OptionError, import_extra, raise_callback_errors, short_repr, type_name
+from spmd.output_files import OutputFile
 from spmd.run.pictures import FOLDER as PICTURES, channels, size
 from spmd.run.run_facts import RunFacts
 from spmd.train.histograms import Histogram, counts_not_finite
@@ -53,7 +54,8 @@ class Logger(Protocol):
 class JsonLines:
     """One JSON object per line, appended to a file; a resumed run appends to the same file.
 
-    A number that is not finite is written as null, since JSON cannot represent it.
+    A number that is not finite is written as null, since JSON cannot represent it. A last line that was cut off, as by a full disk, is
+    removed with a warning.
 
     Args:
       path: of the file; its folder must exist.
@@ -70,25 +72,61 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path):
-        path = as_path(path, "JsonLines: path")
+        self._path = path = as_path(path, "JsonLines: path")
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError):
-            self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run leaves complete lines
+            self._file = OutputFile(path, "ab")
+            self._unwritten = self._end_last_line()  # and later what a full disk did not take: it comes before the next line
+
+    def _end_last_line(self) -> bytes:
+        """Remove a record that was cut off; returns what a last line without an end lacks."""
+        last = _last_line(self._path) if self._path.is_file() else b""
+        if not last.startswith((b"{", b"\0")) or _is_json(last):  # zeros are of a machine that lost its power
+            return b"\n" if last else b""
+        self._file.truncate(self._path.stat().st_size - len(last))
+        logging.getLogger("spmd").warning("%s: its last record was cut off, and is removed: %s", self._path, short_repr(last))
+        return b""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line."""
+        """Append one line, which is in the file when this returns: a killed run leaves complete lines."""
         valid = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
-        self._file.write(json.dumps(valid) + "\n")
+        self._unwritten += f"{json.dumps(valid)}\n".encode()
+        self._flush()
+
+    def _flush(self) -> None:
+        with wrap_os_errors(self._path, OptionError):
+            while self._unwritten:
+                count = self._file.write(self._unwritten)
+                self._unwritten = self._unwritten[count:]
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
+        """Write what is not written, and close the file."""
+        with wrap_os_errors(self._path, OptionError), self._file:
+            self._flush()
+
+
+def _last_line(path: Path) -> bytes:
+    """What a file has after its last line break."""
+    size, length, last = path.stat().st_size, 4096, b""
+    with path.open("rb") as file:
+        while len(last) < size and b"\n" not in last:
+            file.seek(max(size - length, 0))
+            last, length = file.read(), 2 * length
+    return last.rpartition(b"\n")[2]
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class TensorBoard:
     """Scalars, histograms and PNG pictures for TensorBoard, written by tensorboardX (the extra `tensorboard`).
 
-    Where a run resumes, TensorBoard drops what the interrupted run wrote for later steps.
+    Where a run resumes or starts again, TensorBoard drops what the interrupted run wrote for later steps.
 
     Args:
       folder: of the event files; it is created.
@@ -108,10 +146,11 @@ class TensorBoard:
         self._noted = False  # that it shows no SVG
 
     def begin(self, facts: RunFacts) -> None:
-        """Write to a new file; of a run that resumes, it says from which step on earlier files do not count."""
+        """Write to a new file; of a run that resumes or starts again, it says from which step on earlier files do not count."""
         self.close()
         self._run_folder = facts.folder or Path()
-        self._writer = self._library.SummaryWriter(self._folder, purge_step=facts.step + 1 if facts.step else None)
+        again = facts.step or facts.follows
+        self._writer = self._library.SummaryWriter(self._folder, purge_step=facts.step + 1 if again else None)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write every number, histogram and picture of the record at its step."""

@@ -37,6 +37,7 @@ class Loop:
         self._saver = Saver(control, self._metrics, self._evaluator, self._intervals)
         program.say = config.progress.say
         if config.store is not None and jax.process_index() == 0:
+            config.store.remove_leftovers()
             history.write_to(config.store.folder, after=step)
             account.write_to(config.store.folder)
 

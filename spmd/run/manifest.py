@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from spmd.output_files import open_output, sync
+
 MANIFEST_FILE = "manifest.json"
 NOT_LISTED = ("commit_success.txt", "_CHECKPOINT_METADATA", MANIFEST_FILE)  # marks of Orbax, without which arrays can be read, and this
 READERS = 4  # files read in parallel
@@ -22,10 +24,9 @@ def write_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint that is complete but not committed yet."""
     files = {name: [size, digest] for name, (size, digest) in _read(folder, manifest_files(folder)).items()}
     text = json.dumps({"algorithm": "sha256", "files": files}, indent=0)
-    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with open_output(folder / MANIFEST_FILE) as file:
+        file.write(text.encode())
+    sync(folder / MANIFEST_FILE)
 
 
 def manifest_files(folder: Path) -> list[str]:

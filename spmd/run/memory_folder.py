@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from spmd.errors import OptionError
+from spmd.output_files import name_errors
 from spmd.tree import format_bytes
 from spmd.user_paths import as_path
 
@@ -52,7 +53,8 @@ def run_id(run_folder: Path, *, keep: bool) -> str:
         return known
     new = secrets.token_hex(8)
     part = path.with_name(f".{ID_FILE}.{os.getpid()}")
-    part.write_text(new, encoding="ascii")
+    with name_errors(part):
+        part.write_text(new, encoding="ascii")
     part.replace(path)
     return new
 
@@ -114,7 +116,8 @@ class MemoryFolder:
             if not self._holds_lock():  # another process removed the folder before this one had the lock
                 self.close()
         record = self.path / f"{RUN_FILE}.{os.getpid()}"
-        record.write_text(json.dumps(self._record), encoding="utf-8")
+        with name_errors(record):
+            record.write_text(json.dumps(self._record), encoding="utf-8")
         record.replace(self.path / RUN_FILE)
 
     def _holds_lock(self) -> bool:

@@ -18,8 +18,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from spmd.checksummed_files import write_at
 from spmd.errors import CheckpointError, printable
+from spmd.output_files import write_at
 from spmd.run.manifest import open_regular
 from spmd.user_paths import wrap_os_errors
 
@@ -27,6 +27,7 @@ OWNER_FILE = "owner.json"
 HEARTBEAT_SECONDS = 5.0
 TAKEOVER_SECONDS = 60.0  # without a heartbeat, an owner on another machine counts as dead; network file systems may cache for half of it
 MAX_BYTES = 4096  # bytes of the file that are looked at
+READS, READ_SECONDS = 5, 1.0  # how often a file that cannot be read is tried, and how long it is left alone in between
 
 _owning_threads: dict[str, threading.Thread] = {}  # by token: the thread of this process that took ownership
 
@@ -67,29 +68,30 @@ class FolderOwnership:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep):
-        self._folder, self._path, self._beats = folder, folder / OWNER_FILE, 0
+        self._folder, self._path, self._beats, self._wait = folder, folder / OWNER_FILE, 0, wait
         since, born = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), _start_time(os.getpid()) or ""
         self._me = Owner(socket.gethostname(), os.getpid(), since, _machine(), born, file=0, token=uuid.uuid4().hex)
         _owning_threads[self._me.token] = threading.current_thread()
         try:
             with wrap_os_errors(self._path, CheckpointError):
-                self._acquire(clock, wait)
+                self._acquire(clock)
         except BaseException:
             del _owning_threads[self._me.token]
             raise
         self._released = threading.Event()
         threading.Thread(target=self._keep_alive, name="spmd owner", daemon=True).start()
 
-    def _acquire(self, clock: Callable[[], float], wait: Callable[[float], None]) -> None:
+    def _acquire(self, clock: Callable[[], float]) -> None:
         watched, since = None, clock()
         while True:
             with self._opened() as file:
-                text, inode = _text(file)
+                text, inode = self._read(lambda file=file: os.pread(file, MAX_BYTES, 0)), os.fstat(file).st_ino
                 owner = _parsed(text)
-                alive = False if not text else None if owner is None else _is_alive(owner, inode)
+                unowned = not text or text.startswith(b"\0")
+                alive = False if unowned else None if owner is None else _is_alive(owner, inode)
                 if alive is False or (text == watched and clock() - since >= TAKEOVER_SECONDS):
                     self._me = dataclasses.replace(self._me, file=inode)
-                    self._write(file)
+                    self._begin(file)
                     return
             if alive or (watched is not None and text != watched):
                 raise _ownership_error(self._folder, owner)
@@ -98,15 +100,38 @@ class FolderOwnership:
                 who = owner or "an unknown process"
                 message = "%s belonged to %s: waiting up to %.0f s for a heartbeat."
                 logging.getLogger("spmd").warning(message, self._folder, who, TAKEOVER_SECONDS)
-            wait(HEARTBEAT_SECONDS / 2)
+            self._wait(HEARTBEAT_SECONDS / 2)
+
+    def _read(self, read: Callable[[], bytes]) -> bytes:
+        """What `read` returns; a disk or network that fails for a moment is tried again.
+
+        Raises:
+          OSError: there is no such file, or each attempt has failed.
+        """
+        failure = OSError()
+        for _ in range(READS):
+            try:
+                return read()
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                failure = error
+            self._wait(READ_SECONDS)
+        raise failure
 
     def check(self) -> None:
         """Check that this process still owns the folder.
 
         Raises:
-          CheckpointError: another process took it over while this one was suspended, or the file is gone.
+          CheckpointError: another process took it over while this one was suspended, or the file is gone or cannot be read.
         """
-        owner = _owner_in(self._path)
+        try:
+            owner = _parsed(self._read(lambda: _content(self._path)))
+        except FileNotFoundError:
+            owner = None
+        except OSError as error:
+            why = f"{self._path}, which says whose the folder is, cannot be read in {READS} attempts: {error.strerror or error}"
+            raise CheckpointError(f"{why}.", fix="see whether the disk of that folder works.") from error
         if owner is None or owner.token != self._me.token:
             why = f"{OWNER_FILE} was changed while this process was suspended, or by hand"
             headline = f"{self._folder} no longer belongs to this run, but to {owner or 'no run'}"
@@ -118,11 +143,9 @@ class FolderOwnership:
             return
         self._released.set()
         try:
-            with contextlib.suppress(OSError, CheckpointError):
-                self.check()
-                with self._opened() as file:
-                    if self._is_mine(file):
-                        self._path.unlink()
+            with contextlib.suppress(OSError), self._opened(create=False) as file:
+                if self._is_mine(file):
+                    self._path.unlink()
         finally:
             _owning_threads.pop(self._me.token, None)
 
@@ -136,16 +159,24 @@ class FolderOwnership:
         with self._opened(create=False) as file:
             if self._is_mine(file) and not self._released.is_set():
                 self._beats += 1
-                self._write(file)
+                write_at(file, self._text(), 0, self._path)
 
     def _is_mine(self, file: int) -> bool:
-        owner = _parsed(_text(file)[0])
+        owner = _parsed(os.pread(file, MAX_BYTES, 0))
         return owner is not None and owner.token == self._me.token
 
-    def _write(self, file: int) -> None:
-        text = json.dumps(dataclasses.asdict(dataclasses.replace(self._me, beat=self._beats))).encode()
-        write_at(file, text, 0, self._path)  # in place, since other processes wait for the lock of this inode
-        os.ftruncate(file, len(text))
+    def _begin(self, file: int) -> None:
+        """Write this owner. A process that is killed or finds no room on the way leaves a file that begins with a zero, or is empty."""
+        text = self._text()
+        os.ftruncate(file, 0)  # in place, since other processes wait for the lock of this inode
+        write_at(file, text[1:], 1, self._path)
+        write_at(file, text[:1], 0, self._path)
+
+    def _text(self) -> bytes:
+        """This owner as JSON, of one length for all numbers of heartbeats: a part of it over an earlier one is still JSON."""
+        fields = dataclasses.asdict(self._me)
+        del fields["beat"]
+        return f'{{"beat": {self._beats:12}, {json.dumps(fields)[1:]}'.encode()
 
     @contextlib.contextmanager
     def _opened(self, *, create: bool = True) -> Iterator[int]:
@@ -164,14 +195,9 @@ class FolderOwnership:
                 os.close(file)
 
 
-def _text(file: int) -> tuple[bytes, int]:
-    return os.pread(file, MAX_BYTES, 0), os.fstat(file).st_ino
-
-
-def _owner_in(path: Path) -> Owner | None:
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        return _parsed(file.read(MAX_BYTES))
-    return None
+def _content(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(MAX_BYTES)
 
 
 def _parsed(text: bytes) -> Owner | None:

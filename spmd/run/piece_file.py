@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.checksummed_files import DamagedFileError
+from spmd.output_files import open_output
 from spmd.run.checkpoint_reader import ARRAY_PATTERN
 from spmd.run.reshard_checkpoint import parse_dtype, parse_shape
 
@@ -225,7 +226,7 @@ class _new_file:
         self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}.part")
 
     def __enter__(self) -> BinaryIO:
-        self._file = open(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb")
+        self._file = open_output(self._part, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600))
         return self._file
 
     def __exit__(self, kind: Any, *_: object) -> None:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd.checksummed_files import sync
+from spmd.output_files import sync
 from spmd.ranking import best
 
 REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
@@ -46,6 +46,6 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what a process that was killed has left of checkpoints that it removed; Orbax does so with those that it wrote in part."""
-    for path in checkpoints.glob(f"{REMOVED}*"):
+    """Remove what a process that was killed has left of checkpoints that it removed or wrote; only the owner of the folder may."""
+    for path in (*checkpoints.glob(f"{REMOVED}*"), *checkpoints.glob("*.orbax-checkpoint-tmp*")):
         shutil.rmtree(path, ignore_errors=True)

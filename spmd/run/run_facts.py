@@ -30,6 +30,7 @@ class RunFacts:
       folder: the checkpoint folder, if the run has one.
       step: number of the last step before the run's first, 0 for a new run.
       resumes: whether it continues a run in the folder.
+      follows: whether an attempt before it has left records in the folder, of steps that may come again.
       id: of the run; a resumed run has the same.
       metrics_begin: where the run's records begin in the folder's `metrics.jsonl`, in bytes.
     """
@@ -38,6 +39,7 @@ class RunFacts:
     folder: Path | None = None
     step: int = 0
     resumes: bool = False
+    follows: bool = False
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_begin: int = 0
 

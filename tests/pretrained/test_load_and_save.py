@@ -17,6 +17,7 @@ from spmd.errors import ModelError, PretrainedError
 from spmd.pretrained.folders import ORIGIN
 from spmd.pretrained.safetensors_files import open_files, read_box, write_file
 from spmd.tree import flatten
+from tests.processes import room_for
 
 FIXTURES = Path(__file__).parent / "fixtures"
 KINDS = (Stacked, Listed, Grouped)
@@ -239,6 +240,14 @@ def test_save_is_complete_or_not_there(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "given")
     with pytest.raises(PretrainedError, match="not there any more"):
         spmd.pretrained.save(module, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("count", [10, 1000, 3000])
+def test_save_on_a_full_disk_names_its_file(count, tmp_path):
+    module = load(Stacked, write_folder(tmp_path / "given", make_tensors()))
+    with room_for(count), pytest.raises(PretrainedError, match=r"saved cannot be written: .*File too large: '.*\.tmp/.*'"):
+        spmd.pretrained.save(module, tmp_path / "saved")
+    assert {path.name for path in tmp_path.iterdir()} == {"given"}
 
 
 def test_read_box_reads_any_box(tmp_path):

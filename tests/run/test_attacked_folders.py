@@ -96,7 +96,7 @@ def test_resume_of_a_step_in_a_folder_of_another_number(run, tmp_path):
         fit(steps=8, checkpoint=place, resume=True)
 
 
-@pytest.mark.parametrize("name", ["04", "-1", "\N{ARABIC-INDIC DIGIT NINE}", "1e3", "5.orbax-checkpoint-tmp"])
+@pytest.mark.parametrize("name", ["04", "-1", "\N{ARABIC-INDIC DIGIT NINE}", "1e3"])
 def test_folders_that_are_no_steps_are_left_alone(name, run, tmp_path):
     place = shutil.copytree(run[0], tmp_path / "copy")
     (place / "checkpoints" / name).mkdir()

@@ -11,7 +11,7 @@ import pytest
 from small import fit
 
 import spmd
-from spmd.errors import OptionError
+from spmd.errors import CheckpointError, OptionError
 from spmd.run import history as module
 from spmd.run.history import History
 from tests.compare import assert_close
@@ -120,6 +120,19 @@ def test_history_file_of_other_metrics_is_put_aside(tmp_path):
     assert (tmp_path / "history-before-5.bin").exists()
 
 
+@pytest.mark.parametrize(
+    "left", [b"", b'{"names": ["lo', b'{"names": ["error"], "known": []}\n' + bytes(48)], ids=["none", "half", "others"]
+)
+def test_history_file_of_a_run_that_starts_again_leaves_nothing(left, tmp_path):
+    """None of its steps are part of the new run, as with a file of the same metrics."""
+    (tmp_path / module.FILE).write_bytes(left)
+    history = History(("loss",))
+    history.write_to(tmp_path, 0)
+    history.add_steps(1, np.ones((3, 2, 1), np.float32))
+    history.close()
+    assert [path.name for path in tmp_path.iterdir()] == [module.FILE] and History.read(tmp_path)["loss"] == [1.0] * 3
+
+
 def test_history_file_after_a_write_in_part(tmp_path, monkeypatch):
     """A disk takes a part of the rows and then none; there is room again later, and every row is right."""
     room, write = [100], os.pwrite
@@ -135,8 +148,11 @@ def test_history_file_after_a_write_in_part(tmp_path, monkeypatch):
     history.write_to(tmp_path, 0)
     monkeypatch.setattr(os, "pwrite", part)
     history.add_steps(1, np.arange(20, dtype=np.float32).reshape(10, 2, 1))
-    with pytest.raises(OSError, match=r"No space left on device: '.*history\.bin'"):
+    with pytest.raises(CheckpointError) as raised:
         history.flush()
+    assert str(raised.value) == (
+        f"the file {tmp_path}/history.bin cannot be written: No space left on device.\n    fix: free some disk space, or another path."
+    )
     assert len(History.read(tmp_path)) < 10
     room[0] = 10**6
     history.add_steps(11, np.arange(20, dtype=np.float32).reshape(10, 2, 1))

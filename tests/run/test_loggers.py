@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 
 import pytest
@@ -31,18 +32,22 @@ def json_records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def scalars(folder):
-    """(step, name, value) of every scalar in an event file: length, its checksum, the record, its checksum."""
+def events(folder):
+    """Every event in the files of a folder: length, its checksum, the record, its checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
-    (path,) = folder.iterdir()
-    raw, entries = path.read_bytes(), []
-    while raw:
-        (length,) = struct.unpack("<Q", raw[:8])
-        event = Event.FromString(raw[12 : 12 + length])
-        entries += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-        raw = raw[16 + length :]
-    return entries
+    for path in folder.iterdir():
+        raw = path.read_bytes()
+        while raw:
+            (length,) = struct.unpack("<Q", raw[:8])
+            yield Event.FromString(raw[12 : 12 + length])
+            raw = raw[16 + length :]
+
+
+def scalars(folder):
+    """(step, name, value) of every scalar in the one event file."""
+    (_,) = folder.iterdir()
+    return [(event.step, value.tag, value.simple_value) for event in events(folder) for value in event.summary.value]
 
 
 SPEED = {"steps_per_second", "samples_per_second", "data_wait", "goodput"}
@@ -156,6 +161,54 @@ def test_resumed_run_appends_to_the_json_lines(tmp_path):
     assert both[:2] == first and [record["step"] for record in both] == [2, 4, 4, 6]
     assert both[2] == {"step": 4, "event": "resumed"}
     assert_close(both[3]["loss"], sum(fit(epochs=2).history["loss"][4:]) / 2)
+
+
+LONG = {"step": 1, "text": "x" * 10_000}
+LAST = {  # by name: what a file ends with, and what then stays of it
+    "nothing": (b"", []),
+    "complete": (b'{"step": 2}\n', [{"step": 2}]),
+    "complete, no end": (b'{"step": 2}', [{"step": 2}]),
+    "number cut off": (b'{"step": 2', []),
+    "long record cut off": (json.dumps(LONG).encode()[:-1], []),
+    "a line break is all": (b"\n", []),
+    "zeros": (b"\0" * 5000, []),
+    "record and zeros": (b'{"step": 2}' + b"\0" * 5000, []),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("before", [[], [LONG]], ids=["first", "second"])
+def test_json_lines_continue_a_file_that_was_cut_off(name, before, tmp_path, caplog):
+    (last, kept), path = LAST[name], tmp_path / "log.jsonl"
+    path.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in before) + last)
+    log = JsonLines(path)
+    log.write({"step": 3})
+    log.close()
+    assert [json.loads(line) for line in path.read_text().splitlines() if line] == [*before, *kept, {"step": 3}]
+    assert ("its last record was cut off, and is removed" in caplog.text) == (not last.endswith((b"\n", b"}")) and last != b"")
+
+
+def test_json_lines_keep_a_last_line_that_is_no_record(tmp_path):
+    (tmp_path / "log.jsonl").write_text("# notes")
+    log = JsonLines(tmp_path / "log.jsonl")
+    log.write({"step": 3})
+    log.close()
+    assert (tmp_path / "log.jsonl").read_text() == '# notes\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_run_that_starts_again_says_so_in_every_log(resume, tmp_path):
+    """The run before was killed before its first checkpoint; TensorBoard drops all of its steps, by its own event."""
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    for steps in (3, 5):
+        fit(steps=steps, checkpoint=tmp_path / "run", log_every=1, loggers=[TensorBoard(tmp_path / f"tb{steps}")], resume=resume)
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+    records = json_records(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert records[3] == {"step": 0, "event": "started again"}
+    starts = [event.step for event in events(tmp_path / "tb5") if event.session_log.status == SessionLog.START]
+    assert starts == [1], "from step 1 on, earlier events do not count"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -234,6 +235,101 @@ def test_heartbeat_counts_up_in_place(tmp_path):
     ownership.beat()
     assert recorded(tmp_path).beat == 2 and (tmp_path / OWNER_FILE).stat().st_ino == before
     ownership.check()
+    ownership.release()
+
+
+class Killed(BaseException):
+    """Nothing handles it, as if the process were gone."""
+
+
+def write_in_part(monkeypatch, count):
+    """From here on, the system takes `count` bytes, and then the process is killed."""
+    room, write = [count], os.pwrite
+
+    def part(file, content, offset):
+        taken = write(file, bytes(content)[: room[0]], offset)
+        room[0] -= taken
+        if taken < len(content):
+            raise Killed
+        return taken
+
+    monkeypatch.setattr(os, "pwrite", part)
+
+
+@pytest.mark.parametrize("before", ["no file", "a dead owner's file"])
+def test_start_that_was_killed_while_it_wrote_is_replaced_at_once(before, tmp_path, monkeypatch):
+    (tmp_path / OWNER_FILE).touch()
+    ownership = own(tmp_path)
+    length = (tmp_path / OWNER_FILE).stat().st_size
+    text = json.dumps(json.loads((tmp_path / OWNER_FILE).read_text()) | {"host": "another.host.with.a.long.name"}).encode()
+    ownership.release()
+    for count in range(length):
+        (tmp_path / OWNER_FILE).write_bytes(b"" if before == "no file" else text)
+        with monkeypatch.context() as patch:
+            write_in_part(patch, count)
+            with pytest.raises(Killed):
+                own(tmp_path)
+        after = own(tmp_path)
+        assert after.waited == 0, f"after {count} of {length} bytes"
+        after.release()
+
+
+def test_heartbeat_that_was_cut_off_leaves_the_owner(tmp_path, monkeypatch):
+    """Its number gets another digit there."""
+    ownership = own(tmp_path)
+    for _ in range(9):
+        ownership.beat()
+    text = (tmp_path / OWNER_FILE).read_bytes()
+    for count in range(len(text) + 1):
+        (tmp_path / OWNER_FILE).write_bytes(text)
+        ownership._beats = 9
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            write_in_part(patch, count)
+            ownership.beat()
+        assert recorded(tmp_path).token == ownership._me.token, f"after {count} bytes"
+        ownership.check()
+    ownership.release()
+
+
+def fail_to_read(monkeypatch, times):
+    """The disk fails the next `times` times that the file is opened for reading."""
+    failures, read = [OSError(errno.EIO, "Input/output error")] * times, owner.open_regular
+
+    def fails(path):
+        if failures:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(owner, "open_regular", fails)
+    return failures
+
+
+def test_file_that_cannot_be_read_for_a_moment_is_read_again(tmp_path, monkeypatch):
+    ownership = own(tmp_path)
+    failures = fail_to_read(monkeypatch, 4)
+    ownership.check()
+    assert not failures
+    ownership.release()
+
+
+def test_file_that_cannot_be_read_is_what_the_error_names(tmp_path, monkeypatch):
+    ownership = own(tmp_path)
+    fail_to_read(monkeypatch, 100)
+    with pytest.raises(CheckpointError) as raised:
+        ownership.check()
+    assert str(raised.value) == (
+        f"{tmp_path}/{OWNER_FILE}, which says whose the folder is, cannot be read in 5 attempts: Input/output error.\n"
+        "    fix: see whether the disk of that folder works."
+    )
+    ownership.release()
+    assert not (tmp_path / OWNER_FILE).exists()
+
+
+def test_first_read_of_the_file_is_tried_again(tmp_path, monkeypatch):
+    read, failures = os.pread, [OSError(errno.EIO, "Input/output error")]
+    monkeypatch.setattr(os, "pread", lambda *given: read(*given) if not failures else (_ for _ in ()).throw(failures.pop()))
+    ownership = own(tmp_path)
+    assert not failures and recorded(tmp_path).process == os.getpid()
     ownership.release()
 
 

@@ -1,0 +1,72 @@
+"""Writes to open files; an error of the disk names the file, which the system's own do only where a file is opened."""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def name_errors(path: Path) -> Iterator[None]:
+    """In the block, an `OSError` that names no file names this one.
+
+    >>> with name_errors(Path("runs/a.bin")):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+    OSError: [Errno 28] No space left on device: 'runs/a.bin'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+class OutputFile(io.FileIO):
+    """A file without a buffer, whose errors name it."""
+
+    def write(self, content: Any) -> int:
+        """Write a part of the bytes, and return how many; `write_at`, or the buffer of `open_output`, writes all of them."""
+        with name_errors(self.name):
+            return super().write(content)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Change the size of the file."""
+        with name_errors(self.name):
+            return super().truncate(size)
+
+    def close(self) -> None:
+        """Close the file; a network file system may refuse only here what was written."""
+        with name_errors(self.name):
+            super().close()
+
+
+def open_output(path: Path, mode: str = "wb", opener: Callable[[str, int], int] | None = None) -> io.BufferedWriter:
+    """The open file of a path, for writing bytes with a buffer; its errors, also those of the last flush, name the path."""
+    return io.BufferedWriter(OutputFile(path, mode, opener=opener))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    with name_errors(path):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def write_at(file: int, content: bytes, offset: int, path: Path) -> None:
+    """Write all of some bytes into an open file, from an offset on: a disk that is almost full takes a part of them, without an error.
+
+    Raises:
+      OSError: they cannot all be written; it names `path`.
+    """
+    view = memoryview(content)
+    with name_errors(path):
+        while view:
+            count = os.pwrite(file, view, offset)
+            view, offset = view[count:], offset + count
