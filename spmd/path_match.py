@@ -2,7 +2,8 @@
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from spmd.errors import LayoutError, closest
 
@@ -39,6 +40,60 @@ def matches(pattern: str, paths: Iterable[str]) -> list[str]:
     """The paths that the pattern matches, in order."""
     match = compiled(pattern).fullmatch
     return [path for path in paths if match(path)]
+
+
+def matcher(patterns: Iterable[str]) -> Callable[[str], list[str]]:
+    """A function that lists the patterns that match a path, in their order. It tries only those of which the path has a certain level.
+
+    >>> matcher(["**/kernel", "blocks/0/**", "head/kernel"])("head/kernel")
+    ['**/kernel', 'head/kernel']
+    """
+    order = {pattern: place for place, pattern in enumerate(dict.fromkeys(patterns))}
+    levels = {pattern: list(_required_levels(pattern)) for pattern in order if _WILDCARD.search(pattern)}
+    uses = Counter(level for required in levels.values() for level in required)
+    by_level: dict[
+        str | None, list[tuple[str, re.Pattern[str]]]
+    ] = {}  # by the rarest level that a pattern requires; None: it requires none
+    for pattern, required in levels.items():
+        by_level.setdefault(min(required, key=lambda level: uses[level], default=None), []).append((pattern, compiled(pattern)))
+
+    def matching(path: str) -> list[str]:
+        found = [path] if path in order and path not in levels else []
+        for level in (None, *dict.fromkeys(path.split("/"))):
+            found += [pattern for pattern, regex in by_level.get(level, ()) if regex.fullmatch(path)]
+        return sorted(found, key=lambda pattern: order[pattern])
+
+    return matching
+
+
+_WILDCARD = re.compile(r"[*?{}]")
+
+
+def _required_levels(pattern: str) -> Iterator[str]:
+    """Levels without wildcards that every path has that matches the pattern.
+
+    >>> list(_required_levels("**/up/{a,b/c}/x?/kernel")), list(_required_levels("a**/b/c"))
+    (['up', 'kernel'], ['c'])
+    """
+    starts_level = True  # after `a**/` there may be no slash: `a**/b` matches "ab"
+    for level in re.sub(r"\{[^{}]*\}", "?", pattern).split("/"):
+        if starts_level and not _WILDCARD.search(level):
+            yield level
+        starts_level = not level.endswith("**") or (starts_level and level == "**")
+
+
+def match_all(patterns: Iterable[str], paths: Iterable[str]) -> dict[str, list[str]]:
+    """The paths that each pattern matches, in order.
+
+    >>> match_all(["**/kernel", "head/*"], ["up/kernel", "head/kernel"])
+    {'**/kernel': ['up/kernel', 'head/kernel'], 'head/*': ['head/kernel']}
+    """
+    found: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    matching = matcher(found)
+    for path in paths:
+        for pattern in matching(path):
+            found[pattern].append(path)
+    return found
 
 
 def suggest(pattern: str, paths: Iterable[str]) -> tuple[str, int] | None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
 from spmd.errors import DataError, Problem, first_line, join_names, raise_problems, short_repr, type_name
 from spmd.layout.fixes import spec_problems
-from spmd.layout.resolve import matching_rules, rule_name
+from spmd.layout.resolve import rule_matcher, rule_name
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
 from spmd.specs import Spec, pspec, spec_axes, spec_text
@@ -229,7 +229,8 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         why = f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."
         problems.append(Problem(f"batch of {rows} rows", [why], f"batch_size={' or batch_size='.join(map(str, near))}."))
     leaves, rules = flatten(tree), layout.batch.rules
-    matches = {path: matching_rules(rules, path) for path in leaves}
+    matching_rules = rule_matcher(rules)
+    matches = {path: matching_rules(path) for path in leaves}
     for path, leaf in leaves.items():
         name = f"{path}   {describe(leaf)}"
         if len(matches[path]) > 1:

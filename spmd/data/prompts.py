@@ -1,18 +1,15 @@
 """Prompts: text to the tokens that a model is given, and the tokens that it writes to text."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spmd.data.chat import messages_of
+from spmd.data.generation_config import end_tokens
 from spmd.data.text_files import check_text
 from spmd.data.tokenize import Conversation, Tokenizer, style_of
-from spmd.errors import DataError, first_line, short_repr, type_name
-
-END_FILES = ("generation_config.json", "config.json")  # the first that names a token counts, as for `transformers`
+from spmd.errors import DataError, first_line, short_repr
 
 
 class Prompts:
@@ -91,27 +88,3 @@ class Prompts:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids, without special tokens."""
         return self.tokenizer.tokens.decode([int(token) for token in ids], skip_special_tokens=True)
-
-
-def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The ids of `eos_token_id` in a folder's files, none if no file says so.
-
-    Raises:
-      DataError: a file is no JSON object, or the ids are no whole numbers.
-    """
-    for path in (folder / name for name in END_FILES):
-        if not path.is_file():
-            continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written.") from error
-        if not isinstance(content, dict):
-            raise DataError(f"{path} holds {type_name(content)}.", fix="an object with named fields, as it was written.")
-        value = content.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-            raise DataError(f"{path}: eos_token_id is {short_repr(value)}.", fix="a token id, or a list of them.")
-        if ids:
-            return tuple(ids)
-    return ()

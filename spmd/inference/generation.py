@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 import numbers
 from collections.abc import Sequence
@@ -14,11 +15,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.data.generation_config import asked_sampling
 from spmd.errors import DataError, OptionError, check_integer, short_repr, type_name
 from spmd.inference.forward import to_host
 from spmd.layout.schema import Layout
 from spmd.mesh import make_mesh, outside_of_mesh
 from spmd.models.base import Call, Model, Variables
+from spmd.models.flax_nnx import ORIGIN
 from spmd.models.frozen import is_quantized
 from spmd.models.wrap import wrap
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
@@ -41,6 +44,8 @@ class Sampling:
       temperature: divides the logits.
       top_k: only the so many most likely tokens are drawn; None: all.
       top_p: only the most likely tokens that together have this probability are drawn (Holtzman et al., arXiv:1904.09751); None: all.
+      repetition_penalty: logits of tokens that the text has already, the prompt included, are divided by it, and negative ones multiplied,
+        before all else, also at temperature 0 (Keskar et al., arXiv:1909.05858); 1: they stay.
 
     >>> Sampling(0.7, top_k=50).greedy, Sampling().greedy
     (False, True)
@@ -49,6 +54,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         if not _is_number(self.temperature) or self.temperature < 0:
@@ -56,6 +62,8 @@ class Sampling:
         check_integer(self.top_k, "top_k", optional=True)
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise OptionError(f"top_p={short_repr(self.top_p)}.", fix="a probability above 0, up to 1.")
+        if not _is_number(self.repetition_penalty) or self.repetition_penalty <= 0:
+            raise OptionError(f"repetition_penalty={short_repr(self.repetition_penalty)}.", fix="a number above 0; 1 changes nothing.")
         if self.greedy and (self.top_k is not None or self.top_p is not None):
             raise OptionError("top_k and top_p do nothing at temperature 0, which takes the most likely token.", fix="temperature=1.0.")
 
@@ -64,8 +72,14 @@ class Sampling:
         """Whether nothing is drawn."""
         return self.temperature == 0
 
-    def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-        """Tokens int32[rows] from logits float32[rows, vocab], each drawn with its row's key."""
+    def choose(self, logits: jax.Array, keys: jax.Array, seen: jax.Array | None = None) -> jax.Array:
+        """Tokens int32[rows] from logits float32[rows, vocab], each drawn with its row's key.
+
+        `seen`: bool[rows, vocab], tokens that the text has already, which `repetition_penalty` is for.
+        """
+        if seen is not None:
+            penalty = self.repetition_penalty
+            logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self.greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = logits / self.temperature
@@ -130,6 +144,9 @@ class Generator:
         self._layout = used_layout if layout is None else Layout.load(layout)
         config = getattr(module, "config", None)
         self._vocab, self._longest = getattr(config, "vocab", None), getattr(config, "learned_positions", None)
+        self._made_for, origin = getattr(config, "max_positions", None), getattr(module, ORIGIN, None)
+        self._asked = None if origin is None else asked_sampling(origin.folder)
+        self._said: set[str] = set()
         self._run = jax.jit(self._write, static_argnames=("sampling", "new", "length"))
 
     def _of_state(self, state: State) -> Variables:
@@ -193,24 +210,29 @@ class Generator:
             return (number < new) & ~done.all()
 
         def write(state: tuple) -> tuple:
-            number, token, done, counts, written, cache = state
+            number, token, done, counts, written, seen, cache = state
             logits, cache = step(token[:, None], (lengths - 1 + number)[:, None], cache)
             keys = jax.vmap(jax.random.fold_in, (0, None))(by_row, number)
-            token = jnp.where(done, 0, sampling.choose(logits[:, 0].astype(jnp.float32), keys))
+            token = jnp.where(done, 0, sampling.choose(logits[:, 0].astype(jnp.float32), keys, seen))
+            seen = None if seen is None else seen.at[jnp.arange(rows), token].set(True)
             written = jax.lax.dynamic_update_index_in_dim(written, token, number, 1)
             counts, done = counts + ~done, done | (token[:, None] == stop).any(axis=1)
-            return number + 1, token, done, counts, written, self._sharded(cache)
+            return number + 1, token, done, counts, written, seen, self._sharded(cache)
 
         trees = (variables.params, variables.frozen)
         params = [leaf for leaf in jax.tree.leaves(trees, is_leaf=is_quantized) if not is_quantized(leaf)]
         dtype = self._dtype or jnp.result_type(*(leaf.dtype for leaf in params))
         positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
         cache = self._sharded(self._bind(variables).init_cache(rows, length, dtype))
-        _, cache = step(prompt, positions, cache)  # the logits are not used, so they are not computed
+        logits, cache = step(prompt, positions, cache)  # the logits' values are not used, so they are not computed
+        seen = None
+        if sampling.repetition_penalty != 1:
+            of_text = positions < lengths[:, None]
+            seen = jnp.zeros((rows, logits.shape[-1]), bool).at[jnp.arange(rows)[:, None], prompt].max(of_text)
         last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
         none = jnp.zeros(rows, jnp.int32)
-        start = jnp.zeros((), jnp.int32), last, lengths < 0, none, jnp.zeros((rows, new), jnp.int32), self._sharded(cache)
-        _, _, _, counts, written, _ = jax.lax.while_loop(continues, write, start)
+        start = jnp.zeros((), jnp.int32), last, lengths < 0, none, jnp.zeros((rows, new), jnp.int32), seen, self._sharded(cache)
+        _, _, _, counts, written, *_ = jax.lax.while_loop(continues, write, start)
         return written, counts
 
     def __call__(
@@ -221,6 +243,7 @@ class Generator:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        repetition_penalty: float = 1.0,
         seed: int = 0,
         stop: Sequence[int] = (),
         state: State | None = None,
@@ -229,20 +252,21 @@ class Generator:
 
         `state`: one of the run that this generator is for, in place of the result's; the program stays the same.
         """
-        sampling = Sampling(temperature, top_k, top_p)
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         check_integer(max_new_tokens, "max_new_tokens")
         check_integer(seed, "seed", 0)
         variables = self._variables if state is None else self._of_state(state)
         if variables is None:
             raise OptionError("a generator of a trainer has no state.", fix="state=trainer.init(), or one that a step returned.")
         prompts = _prompts(tokens, self._vocab)
-        ends = _stop_tokens(stop)
+        ends = _stop_tokens(stop, self._vocab)
         longest = max(map(len, prompts))
         if self._longest is not None and longest + max_new_tokens > self._longest:
             why = f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} need {longest + max_new_tokens} positions"
             room = self._longest - longest
             fix = f"max_new_tokens={room}, or shorter prompts." if room > 0 else "shorter prompts."
             raise DataError(f"{why}; the model has {self._longest}.", fix=fix)
+        self._report(sampling, longest + max_new_tokens)
         workers = math.prod(self._parallel.axis_size(axis) for axis in self._parallel.data)
         rows = [*prompts, *[prompts[-1]] * (-len(prompts) % workers)]
         length = -(-(longest + max_new_tokens) // UNIT) * UNIT
@@ -257,6 +281,22 @@ class Generator:
         written, counts = run(variables, *by_row, stops, jax.random.wrap_key_data(key, impl="threefry2x32"))
         written, counts = to_host(written), to_host(counts)
         return [written[number, : counts[number]] for number in range(len(prompts))]
+
+    def _report(self, sampling: Sampling, length: int) -> None:
+        """Warn, once, of what the model's folder asks for and this call does not do, and of texts longer than the model was made for."""
+        if self._made_for is not None and length > self._made_for:
+            self._warn(
+                f"texts of up to {length} tokens with the prompt, and config.json says that the model was made for {self._made_for}."
+            )
+        if self._asked is not None and self._asked.unknown:
+            self._warn(f"{self._asked.where}: not applied, for there is no such option: {', '.join(self._asked.unknown)}.")
+        if self._asked is not None and self._asked.options and Sampling(**self._asked.options) != sampling:
+            self._warn(f"{self._asked.where} asks for {self._asked.text}, which is not used unless a call has it.")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logging.getLogger("spmd").warning(text)
 
     def _placed(self, x: np.ndarray, rows: tuple[str, ...]) -> jax.Array:
         """An array that every process has, on the mesh: dim 0 over these axes."""
@@ -275,6 +315,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: Sequence[int] = (),
     mesh: Any = None,
@@ -292,6 +333,7 @@ def generate(
       max_new_tokens: at most so many tokens are written to each row.
       temperature: 0 takes the most likely token; otherwise logits are divided by it and a token is drawn.
       top_k, top_p: limits of what is drawn (`Sampling`).
+      repetition_penalty: above 1, tokens that a text has already are less likely (`Sampling`).
       seed: of the draws.
       stop: token ids that end a row; the one that ended it is its last.
       mesh, layout: where rows and the cache lie (`Generator`).
@@ -300,7 +342,7 @@ def generate(
       For each prompt the new tokens, int32[up to max_new_tokens], on the host.
 
     Raises:
-      OptionError: an option is out of range, or the model has no cache.
+      OptionError: an option is out of range, a token of `stop` is not in the vocabulary, or the model has no cache.
       DataError: a prompt is empty, has ids that are not in the vocabulary, or is too long for the model.
 
     Example:
@@ -311,8 +353,8 @@ def generate(
       >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
       [5, 5]
     """
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop}
-    return Generator(model, mesh=mesh, layout=layout)(tokens, max_new_tokens=max_new_tokens, **options)
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
+    return Generator(model, mesh=mesh, layout=layout)(tokens, max_new_tokens=max_new_tokens, seed=seed, stop=stop, **options)
 
 
 def _shown(given: Model, variables: Variables) -> Any:
@@ -358,12 +400,15 @@ def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
     return prompts
 
 
-def _stop_tokens(stop: Sequence[int]) -> np.ndarray:
+def _stop_tokens(stop: Sequence[int], vocab: int | None) -> np.ndarray:
     """Ids as int32[count], with one that no token has: an array without elements is not what a program wants."""
     if isinstance(stop, str | bytes) or not isinstance(stop, Sequence | np.ndarray):
         raise OptionError(f"stop={short_repr(stop)}.", fix="a list of token ids, such as [2].")
     for token in stop:
         check_integer(token, "stop", 0)
+        if vocab is not None and token >= vocab:
+            fix = "stop=[...] (--stop) with tokens of this model; the default is the eos_token_id of its folder."
+            raise OptionError(f"stop has id {token}; the model has {vocab} tokens, from 0, and would never end a text with it.", fix=fix)
     return np.array([-1, *stop], np.int32)
 
 

@@ -46,7 +46,7 @@ class Samples(Callback):
     Args:
       prompts: texts, or lists of token ids.
       every: steps between two samples.
-      max_new_tokens, temperature, top_k, top_p, seed: as of `spmd.generate`. The seed is the same each time.
+      max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed: as of `spmd.generate`. The seed is the same each time.
       tokenizer: a folder with a tokenizer.json, the path of one, or a `tokenizers.Tokenizer`; None: prompts and results are token ids.
       chat: prompts are what a user says, in this format, and the model answers (`spmd.data.text`).
       stop: token ids that end a text; None: those that the tokenizer's folder names.
@@ -76,6 +76,7 @@ class Samples(Callback):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        repetition_penalty: float = 1.0,
         seed: int = 0,
         stop: Sequence[int] | None = None,
         show: Callable[[Sample], Any] = print,
@@ -83,7 +84,7 @@ class Samples(Callback):
         check_integer(every, "Samples: every")
         check_integer(max_new_tokens, "Samples: max_new_tokens")
         check_integer(seed, "Samples: seed", 0)
-        Sampling(temperature, top_k, top_p)
+        Sampling(temperature, top_k, top_p, repetition_penalty)
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence | np.ndarray) or not len(prompts):
             raise OptionError(f"Samples: prompts={short_repr(prompts)} is {type_name(prompts)}.", fix=PROMPTS_FIX)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -94,8 +95,8 @@ class Samples(Callback):
         self._coder = None if tokenizer is None else Prompts(tokenizer, chat)
         self._tokens = [self._coder.encode(one) if self._coder is not None and isinstance(one, str) else one for one in self.prompts]
         ends = self._coder.stop if self._coder is not None else ()
-        sampled: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        self._options = {"max_new_tokens": max_new_tokens, "stop": list(ends if stop is None else stop), **sampled}
+        sampled: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
+        self._options = {"max_new_tokens": max_new_tokens, "stop": list(ends if stop is None else stop), "seed": seed, **sampled}
         self._generator: Generator | None = None
 
     def on_start(self, info: Info) -> None:

@@ -241,7 +241,7 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     outline = Outline.of(path, mesh=mesh, layout=layout)
     config = read_config(path)
     decoder = DecoderConfig.from_config(config, str(path / CONFIG))
-    positions = longest_text(config, decoder)
+    positions = decoder.learned_positions or decoder.max_positions
     length = options.length if options.length is not None else min(LENGTH, positions or LENGTH)
     if positions is not None and length > positions:
         why = f"--length {length}: {path / CONFIG} says that the model has {positions} positions."
@@ -267,12 +267,6 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
 
         adapted_modules(outline.name_map, nnx.eval_shape(adapted), "--merge")
     return length
-
-
-def longest_text(config: dict[str, Any], decoder: Any) -> int | None:
-    """How many positions a model was made for; None where its config.json does not say."""
-    said = config.get("max_position_embeddings")
-    return decoder.learned_positions or (said if isinstance(said, int) and not isinstance(said, bool) else None)
 
 
 def _data(options: argparse.Namespace, files: Sequence[str], length: int, *, shuffle: bool) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 from spmd.errors import DataError, OptionError
 from spmd.user_paths import as_path
 
+FOLDERS = "(default: as generation_config.json says)"
+CHOICE = ("temperature", "top_k", "top_p", "repetition_penalty")
 STARTS = ("prompt", "prompt_file", "tokens")
 
 
@@ -26,9 +28,10 @@ def add_to(commands: Any) -> None:
     add("--tokens", action="append", metavar="1,15,7", help="token ids in place of a text; prints token ids; repeatable")
     add("--chat", metavar="FORMAT", help="prompts are what a user says: chatml, llama3, mistral, gemma; template: the folder's own")
     add("--max-new-tokens", type=int, default=100, metavar="TOKENS", help="write at most so many (default: 100)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (default); above, tokens are drawn")
-    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens only")
-    add("--top-p", type=float, metavar="P", help="draw from the most likely tokens that have this probability together")
+    add("--temperature", type=float, metavar="T", help=f"0 takes the most likely token; above, tokens are drawn {FOLDERS}")
+    add("--top-k", type=int, metavar="K", help=f"draw from the K most likely tokens only {FOLDERS}")
+    add("--top-p", type=float, metavar="P", help=f"draw from the most likely tokens that have this probability together {FOLDERS}")
+    add("--repetition-penalty", type=float, metavar="R", help=f"above 1, tokens that the text has already are less likely {FOLDERS}")
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
     add("--stop", action="append", metavar="TOKEN", help="a token or its id that ends a text; repeatable (default: those the folder names)")
     add("--adapters", metavar="FOLDER", help="adapters of this model, as spmd finetune --adapters or PEFT has written them")
@@ -44,15 +47,12 @@ def _generate(options: argparse.Namespace) -> str | int:
         raise OptionError("there is no prompt.", fix='--prompt "Once upon a time", --prompt-file FILE or --tokens 1,15,7.')
     if options.tokens and (len(kinds) > 1 or options.chat is not None):
         raise OptionError("--tokens beside text.", fix="only --tokens, or --prompt and --prompt-file.")
-    from spmd.inference.generation import Sampling, generate
-
-    Sampling(options.temperature, options.top_k, options.top_p)
-
     import jax
 
     from spmd import pretrained
     from spmd.data.prompts import Prompts
     from spmd.distributed.initialize import join
+    from spmd.inference.generation import generate
     from spmd.pretrained.architectures import find
     from spmd.pretrained.folders import has_adapters_alone, read_config
 
@@ -65,17 +65,17 @@ def _generate(options: argparse.Namespace) -> str | int:
             f"{folder} has adapters and no model.", fix=f"spmd generate MODEL --adapters {folder}, with the model they are for."
         )
     find(read_config(folder), folder)
+    sampled = _sampled(options, folder)
     coder = None if options.tokens else Prompts(folder, options.chat)
     texts = [*(options.prompt or []), *(_text(path) for path in options.prompt_file or [])]
     prompts = [_ids(text) for text in options.tokens] if coder is None else [coder.encode(text) for text in texts]
     stop = _stop(options, folder, coder)
-    _warn_of_length(folder, max(map(len, prompts)) + options.max_new_tokens)
     layout = options.layout if options.layout is not None or options.mesh is None else "data_parallel"
     model = pretrained.load(folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
     if options.adapters is not None:
         pretrained.load_adapters(model, options.adapters)
-    sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p, "seed": options.seed}
-    written = generate(model, prompts, max_new_tokens=options.max_new_tokens, stop=stop, layout=layout, **sampled)
+    limits = {"max_new_tokens": options.max_new_tokens, "stop": stop, "seed": options.seed}
+    written = generate(model, prompts, layout=layout, **limits, **sampled)
     if jax.process_index() != 0:
         return 0
     lines = [",".join(map(str, tokens)) if coder is None else coder.decode(tokens) for tokens in written]
@@ -102,7 +102,7 @@ def _ids(text: str) -> list[int]:
 
 def _stop(options: argparse.Namespace, folder: Path, coder: Any) -> list[int]:
     """The ids of --stop, or those that the folder names."""
-    from spmd.data.prompts import end_tokens
+    from spmd.data.generation_config import end_tokens
 
     if options.stop is None:
         return list(end_tokens(folder) if coder is None else coder.stop)
@@ -115,11 +115,17 @@ def _stop(options: argparse.Namespace, folder: Path, coder: Any) -> list[int]:
     return ids
 
 
-def _warn_of_length(folder: Path, length: int) -> None:
-    """Warn where a model writes further than it was made for; one with a table of positions refuses that."""
-    from spmd.pretrained.folders import CONFIG, read_config
+def _sampled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """How tokens are chosen: as the options say, else as the folder asks."""
+    from spmd.data.generation_config import asked_sampling
+    from spmd.inference.generation import Sampling
 
-    longest = read_config(folder).get("max_position_embeddings")
-    if isinstance(longest, int) and length > longest:
-        text = "up to %d tokens with the prompt, and %s says that the model was made for %d"
-        logging.getLogger("spmd").warning(text, length, folder / CONFIG, longest)
+    asked = asked_sampling(folder)
+    given = {name: getattr(options, name) for name in CHOICE if getattr(options, name) is not None}
+    unread = ("top_k", "top_p") if given.get("temperature") == 0 else ()
+    taken = {name: value for name, value in asked.options.items() if name not in given and name not in unread}
+    if taken:
+        shown = ", ".join(f"{name}={value}" for name, value in taken.items())
+        logging.getLogger("spmd").warning("%s, as %s says; options say otherwise.", shown, asked.where)
+    Sampling(**taken | given)  # for its errors, before weights are read
+    return taken | given

@@ -11,7 +11,7 @@ import jax
 
 from spmd.errors import Problem
 from spmd.layout import fixes
-from spmd.layout.resolve import matching_rules, num_shards, rule_name
+from spmd.layout.resolve import num_shards, rule_matcher, rule_name
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
 from spmd.path_match import covering
@@ -64,14 +64,15 @@ def output_problems(layout: Layout, mesh: MeshSpec, modules: Sequence[str], outp
       parts: the number of parts of a batch, each a separate call of the model: workers times microbatches.
     """
     rules = layout.activations
-    claims = {path: tuple(matching_rules(rules, path)) for path in modules}
+    match_problems, matching_rules = fixes.match_checker(rules, modules, "callable submodule"), rule_matcher(rules)
+    claims = {path: tuple(matching_rules(path)) for path in modules}
     for number, rule in enumerate(rules):
         where, at = f'[[activations]] {rule_name(rules, number)}: path "{rule.path}"', {"rule": number + 1, "line": rule.line}
         if not modules:
             fix = "remove the rule, or call jax.lax.with_sharding_constraint in apply."
             yield Problem(where, ["names submodules; a FunctionalModel has none."], fix, **at, kind="no_match")
             continue
-        yield from fixes.match_problems(where, rule, modules, "callable submodule", at)
+        yield from match_problems(where, rule, at)
         claimed = [path for path in modules if number in claims[path]]
         if claimed and not any(path in outputs for path in claimed):
             why = f"matches {fixes.first_names(claimed)}, which the model never calls as module(x), so nothing is sharded."

@@ -18,11 +18,11 @@ from spmd.layout.resolve import (
     choose,
     each_name,
     keep_frozen,
-    matching_rules,
     named_spec,
     names_text,
     one_layer,
     resolve,
+    rule_matcher,
     rule_name,
 )
 from spmd.layout.schema import Layout
@@ -83,14 +83,16 @@ def fit_layout(
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout, params, mesh)]
     problems += _codec_problems(layout, {path: leaf for path, leaf in params.items() if path not in frozen}, mesh)
     problems += _pipeline_problems(layout, stacks, mesh)
+    matching_rules = rule_matcher(layout.params)
+    claims = {path: tuple(matching_rules(path)) for path in params}
     misfits: dict[Misfit, list[str]] = {}
     for path, leaf in params.items():
-        misfit = _misfit(layout, path, leaf, names.get(path), mesh, stacked=path in stacks)
+        misfit = _misfit(layout, claims[path], leaf, names.get(path), mesh, stacked=path in stacks)
         if misfit:
             misfits.setdefault(misfit, []).append(path)
     fitting = len(params) - sum(map(len, misfits.values()))
     misfits.pop(REPORTED, None)
-    problems += [_misfit_problem(layout, misfit, paths, params, mesh) for misfit, paths in misfits.items()]
+    problems += [_misfit_problem(layout, misfit, paths, params, claims, mesh) for misfit, paths in misfits.items()]
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = keep_frozen(resolve(layout, params, names, mesh, stacks), frozen)
@@ -170,20 +172,22 @@ def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec
 
 def _rule_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
     """Rules that match nothing, or have unknown or repeated mesh axes; `except` patterns that match nothing."""
+    match_problems = fixes.match_checker(layout.params, params, "parameter")
     for number, rule in enumerate(layout.params):
         where, at = f'{rule_name(layout.params, number)}: path "{rule.path}"', {"rule": number + 1, "line": rule.line}
-        yield from fixes.match_problems(where, rule, params, "parameter", at)
+        yield from match_problems(where, rule, at)
         yield from _axis_problems(f"{where}, spec {spec_text(rule.spec)}", rule.spec, layout, mesh, **at)
 
 
 def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
     """Rules of `[gradients]` that match nothing or overlap, and exact axes over which no gradients are reduced."""
     rules, data = layout.gradients.rules, layout.data_axes()
+    match_problems, matching_rules = fixes.match_checker(rules, params, "parameter"), rule_matcher(rules)
     for number, rule in enumerate(rules):
         where = f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}"'
-        yield from fixes.match_problems(where, rule, params, "parameter", {"rule": number + 1, "line": rule.line})
+        yield from match_problems(where, rule, {"rule": number + 1, "line": rule.line})
     for path, leaf in params.items() if len(rules) > 1 else ():
-        claimed = matching_rules(rules, path)
+        claimed = matching_rules(path)
         if len(claimed) > 1:
             why = fixes.claim_lines(rules, claimed, "[[gradients.rules]] match this parameter")
             yield Problem(f"{path}   {describe(leaf)}", why, "add it to the  except  of one of them.", path=path, kind="overlap")
@@ -199,9 +203,11 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
         yield Problem("[gradients] exact_axes", [why], fix, kind="conflict")
 
 
-def _misfit(layout: Layout, path: str, leaf: jax.ShapeDtypeStruct, names: Names | None, mesh: MeshSpec, *, stacked: bool) -> Misfit | None:
-    """What is wrong with one parameter, or None."""
-    rules, claimed = layout.params, tuple(matching_rules(layout.params, path))
+def _misfit(
+    layout: Layout, claimed: tuple[int, ...], leaf: jax.ShapeDtypeStruct, names: Names | None, mesh: MeshSpec, *, stacked: bool
+) -> Misfit | None:
+    """What is wrong with one parameter, or None; `claimed`: indices of the rules that match it."""
+    rules = layout.params
     if len(claimed) > 1:
         return Misfit(tuple(fixes.claim_lines(rules, claimed, "rules match this parameter")), claimed=claimed, kind="overlap")
     if not claimed and names and layout.axes:
@@ -211,7 +217,7 @@ def _misfit(layout: Layout, path: str, leaf: jax.ShapeDtypeStruct, names: Names 
     elif not claimed and layout.default.params == "error":
         return Misfit(('no rule matches it, and [default] params is "error".',), kind="no_rule")
     try:
-        spec, chosen_by = choose(layout, path, leaf.shape, names, mesh)
+        spec, chosen_by = choose(layout, claimed, leaf.shape, names, mesh)
     except KeyError:
         return REPORTED  # the default names an unknown axis, which _layout_problems reports
     if _axis_lines(spec, mesh)[0]:
@@ -225,11 +231,12 @@ def _misfit(layout: Layout, path: str, leaf: jax.ShapeDtypeStruct, names: Names 
     return Misfit(tuple(lines), leaf.shape, describe(leaf), where, claimed, spec, kind=kind) if lines else None
 
 
-def _misfit_problem(layout: Layout, misfit: Misfit, paths: list[str], params: Params, mesh: MeshSpec) -> Problem:
+def _misfit_problem(
+    layout: Layout, misfit: Misfit, paths: list[str], params: Params, claims: Mapping[str, tuple[int, ...]], mesh: MeshSpec
+) -> Problem:
     """The problem of all parameters that share a misfit, with a fix for all of them."""
     where = f"{paths[0]}   {describe(params[paths[0]])}" + (f"   {misfit.chosen_by}" if misfit.chosen_by else "")
     fix, rules, pattern = misfit.fix, layout.params, covering(paths, params)
-    claims = {path: tuple(matching_rules(rules, path)) for path in params}
     if misfit.spec is not None and misfit.fix:  # of logical axis names
         fitted = spec_text(fixes.fitting_spec(misfit.spec, misfit.shape, mesh))
         fix = f"{misfit.fix}, or {fixes.rule_fix(rules, None, pattern, fitted)}."

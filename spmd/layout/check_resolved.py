@@ -8,7 +8,7 @@ import jax
 from spmd.errors import Problem
 from spmd.layout.fixes import first_names, more_names, near_multiples
 from spmd.layout.gradients import GradientRule
-from spmd.layout.resolve import Names, Resolved, codec_rule, default_origin, each_name, resolve
+from spmd.layout.resolve import Names, Resolved, codec_rules, default_origin, each_name, resolve
 from spmd.mesh import MeshSpec
 from spmd.specs import entry_axes, mixes_data_axes, spec_axes, spec_text
 from spmd.tree import describe, format_bytes
@@ -62,10 +62,11 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         why = f'reduction "{declared.reduction}" is a registered function, which is given full gradients.'
         yield from _sharded_problems(resolved, why)
     wide = {place.path for place in resolved.placements.values() if place.dtype not in ("float32", "bfloat16", "float16")}
+    sources = codec_rules(declared, resolved.placements)
     everywhere = wide == {*resolved.placements} and not declared.rules
     for place in resolved.placements.values():
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
-        source = codec_rule(declared, place.path)
+        source = sources[place.path]
         codec, where = source.codec, f"{place.path}   {describe(place)}"
         rule = f'[[gradients.rules]]  path = "{place.path}"'
         if isinstance(source, GradientRule):

@@ -1,15 +1,16 @@
 """Fixes for layouts that do not fit: specs and patterns, verified on the model."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spmd.errors import Problem
+from spmd.errors import SHOWN as PROBLEMS_SHOWN, Problem
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import num_shards, rule_name
 from spmd.layout.schema import Rule
 from spmd.mesh import MeshSpec
-from spmd.path_match import matches, suggest
+from spmd.path_match import match_all, suggest
 from spmd.specs import Spec, entry_axes, spec_axes, spec_text
 
 SHOWN = 3  # names in a list before "and N more"
@@ -77,23 +78,35 @@ def except_text(rule: Rule, patterns: Iterable[str]) -> str:
     return "except = [" + ", ".join(f'"{pattern}"' for pattern in (*rule.except_, *patterns)) + "]"
 
 
-def match_problems(where: str, rule: Rule | GradientRule, paths: Iterable[str], noun: str, at: Mapping[str, Any]) -> Iterator[Problem]:
-    """A rule or an `except` pattern of it that matches none of the paths, and a rule whose `except` matches all that it does.
+def match_checker(rules: tuple[Rule, ...] | tuple[GradientRule, ...], paths: Iterable[str], noun: str) -> Callable[..., Iterator[Problem]]:
+    """A function for the problems of one of these rules: it or an `except` pattern of it matches no path, or its `except` matches all.
+
+    It takes what the problem's text begins with, the rule, and `at`: fields of the problem that say which rule it is.
 
     Args:
-      noun: what the paths are of; `at`: fields of the problems that say which rule it is.
+      noun: what the paths are of.
     """
-    matched = matches(rule.path, paths)
-    if not matched:
-        yield Problem(f"{where} matches no {noun}.", [], path_fix(rule.path, paths), **at, kind="no_match")
-        return
-    excepted = {pattern: matches(pattern, matched) for pattern in rule.except_}
-    for pattern in (pattern for pattern in excepted if not excepted[pattern]):
-        why, fix = f"matches no {noun} of this rule.", path_fix(pattern, matched)
-        yield Problem(f'{where}, except "{pattern}"', [why], fix, **at, kind="no_match")
-    if set().union(*excepted.values()) == set(matched):
-        why = f"excludes every {noun} of this rule."
-        yield Problem(f"{where}, except {', '.join(rule.except_)}", [why], "remove the rule.", **at, kind="no_match")
+    paths, unmatched = [*paths], itertools.count()
+    found = match_all((pattern for rule in rules for pattern in (rule.path, *rule.except_)), paths)
+
+    def fix(pattern: str, others: Sequence[str]) -> str:
+        # a layout of another model may have thousands of such rules; near names are searched for those that an error shows
+        return path_fix(pattern, others) if next(unmatched) < PROBLEMS_SHOWN else _pattern_of(others)
+
+    def problems(where: str, rule: Rule | GradientRule, at: Mapping[str, Any]) -> Iterator[Problem]:
+        matched = found[rule.path]
+        if not matched:
+            yield Problem(f"{where} matches no {noun}.", [], fix(rule.path, paths), **at, kind="no_match")
+            return
+        excepted = {pattern: set(matched).intersection(found[pattern]) for pattern in rule.except_}
+        for pattern in (pattern for pattern in excepted if not excepted[pattern]):
+            why = f"matches no {noun} of this rule."
+            yield Problem(f'{where}, except "{pattern}"', [why], fix(pattern, matched), **at, kind="no_match")
+        if set().union(*excepted.values()) == set(matched):
+            why = f"excludes every {noun} of this rule."
+            yield Problem(f"{where}, except {', '.join(rule.except_)}", [why], "remove the rule.", **at, kind="no_match")
+
+    return problems
 
 
 def claim_lines(rules: tuple[Rule, ...] | tuple[GradientRule, ...], claimed: Sequence[int], headline: str) -> list[str]:
@@ -123,7 +136,11 @@ def path_fix(pattern: str, paths: Iterable[str]) -> str:
     near = suggest(pattern, paths)
     if near:
         return f'did you mean "{near[0]}"? It matches {near[1]}.'
-    return f"remove the pattern, or match one of: {first_names(paths)}."
+    return _pattern_of(paths)
+
+
+def _pattern_of(paths: Sequence[str]) -> str:
+    return f"remove the pattern, or match one of: {first_names([path for path in paths if path])}."
 
 
 def more_names(paths: Sequence[str]) -> str:

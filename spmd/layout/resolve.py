@@ -1,9 +1,10 @@
 """The spec of every array, from a layout and the shapes of a model. Pure functions, no devices."""
 
 import dataclasses
+import functools
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
@@ -11,7 +12,7 @@ from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
-from spmd.path_match import compiled
+from spmd.path_match import matcher
 from spmd.specs import Entry, Spec, entry_axes, make_entry, spec_axes
 from spmd.tree import nbytes
 
@@ -70,9 +71,13 @@ class Resolved:
         """Positions along the data axes."""
         return math.prod(self.mesh.sizes[axis] for axis in self.data_axes)
 
+    @functools.cached_property
+    def _batch_rules(self) -> Callable[[str], list[int]]:
+        return rule_matcher(self.layout.batch.rules)
+
     def batch_spec(self, path: str) -> Spec:
         """The spec of one leaf of a batch: its rule's, or the batch's default."""
-        claimed = matching_rules(self.layout.batch.rules, path)
+        claimed = self._batch_rules(path)
         return self.layout.batch.rules[claimed[0]].spec if claimed else self.layout.batch.spec
 
     def idle_axes(self) -> tuple[str, ...]:
@@ -89,19 +94,33 @@ def num_shards(spec: Spec, mesh: MeshSpec) -> int:
     return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
 
 
-def matching_rules(rules: tuple[Rule, ...] | tuple[GradientRule, ...] | tuple[Precision, ...], path: str) -> list[int]:
-    """Indices of the rules that match `path`."""
-    return [
-        index
-        for index, rule in enumerate(rules)
-        if compiled(rule.path).fullmatch(path) and not any(compiled(other).fullmatch(path) for other in rule.except_)
-    ]
+def rule_matcher(rules: tuple[Rule, ...] | tuple[GradientRule, ...] | tuple[Precision, ...]) -> Callable[[str], list[int]]:
+    """A function that lists the indices of the rules that match a path.
+
+    >>> rule_matcher((Rule("**/kernel", ("data",), ("head/*",)), Rule("*/kernel", ())))("head/kernel")
+    [1]
+    """
+    by_path: dict[str, list[int]] = {}  # indices of rules by their patterns
+    by_except: dict[str, list[int]] = {}
+    for index, rule in enumerate(rules):
+        by_path.setdefault(rule.path, []).append(index)
+        for pattern in rule.except_:
+            by_except.setdefault(pattern, []).append(index)
+    matching = matcher([*by_path, *by_except])
+
+    def matching_rules(path: str) -> list[int]:
+        matched = matching(path)
+        excepted = {index for pattern in matched for index in by_except.get(pattern, ())}
+        return sorted(index for pattern in matched for index in by_path.get(pattern, ()) if index not in excepted)
+
+    return matching_rules
 
 
-def codec_rule(gradients: Gradients, path: str) -> Gradients | GradientRule:
-    """The source of the codec of a parameter's gradient, and of its options: the matching rule, or `[gradients]` itself."""
-    claimed = matching_rules(gradients.rules, path)
-    return gradients.rules[claimed[0]] if claimed else gradients
+def codec_rules(gradients: Gradients, paths: Iterable[str]) -> dict[str, Gradients | GradientRule]:
+    """By path, the source of the codec of a parameter's gradient, and of its options: the matching rule, or `[gradients]` itself."""
+    matching_rules = rule_matcher(gradients.rules)
+    claims = {path: matching_rules(path) for path in paths}
+    return {path: gradients.rules[claimed[0]] if claimed else gradients for path, claimed in claims.items()}
 
 
 def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) -> str:
@@ -128,9 +147,9 @@ def resolve(
       names: logical axis names by path, for parameters that carry them.
       stacks: the number of layers, by path, of stacked parameters.
     """
-    placements = {}
+    placements, matching_rules = {}, rule_matcher(layout.params)
     for path, leaf in params.items():
-        spec, chosen_by = choose(layout, path, leaf.shape, names.get(path), mesh)
+        spec, chosen_by = choose(layout, matching_rules(path), leaf.shape, names.get(path), mesh)
         state_spec, shape, size = shard_largest_dim(spec, leaf.shape, layout.optimizer.shard, mesh), leaf.shape, nbytes(leaf)
         if path in stacks:
             axis = layout.stage_axis
@@ -146,9 +165,8 @@ def one_layer(params: Mapping[str, jax.ShapeDtypeStruct], stacks: Mapping[str, i
     return {path: jax.ShapeDtypeStruct(leaf.shape[path in stacks :], leaf.dtype) for path, leaf in params.items()}
 
 
-def choose(layout: Layout, path: str, shape: tuple[int, ...], names: Names | None, mesh: MeshSpec) -> tuple[Spec, str]:
-    """The spec of one parameter and what decided it."""
-    claimed = matching_rules(layout.params, path)
+def choose(layout: Layout, claimed: Sequence[int], shape: tuple[int, ...], names: Names | None, mesh: MeshSpec) -> tuple[Spec, str]:
+    """The spec of one parameter and what decided it; `claimed`: indices of the rules that match it."""
     if claimed:
         return layout.params[claimed[0]].spec, rule_name(layout.params, claimed[0])
     axes = dict(layout.axes)

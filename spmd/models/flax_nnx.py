@@ -44,6 +44,7 @@ def hand_over(module: nnx.Module) -> None:
 
 
 NOTES = "training_notes"  # the attribute of a module with what a person should know of how it is trained
+ORIGIN = "pretrained_origin"  # the attribute of a module that says where its weights are from; it stays with `result.model`
 
 
 class NnxModel(Model):

@@ -14,7 +14,7 @@ from typing import Any
 from spmd.jaxpr import inner_jaxprs, scanned
 from spmd.layout.resolve import Names, each_name, named_spec
 from spmd.layout.schema import Layout, Rule
-from spmd.path_match import matches
+from spmd.path_match import match_all
 from spmd.planner.model_flops import trace_model
 from spmd.specs import Spec
 from spmd.train.compiled_step import Program
@@ -147,11 +147,13 @@ def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str])
     for path, entries in names.items():
         if any(spec := named_spec(entries, table)):
             alike.setdefault((spec, re.sub(r"\d+", "*", path)), []).append(path)
-    rules = []
-    for (spec, _), found in alike.items():
+    patterns = []
+    for found in alike.values():
         levels = zip(*(path.split("/") for path in found), strict=True)
-        pattern = "/".join(level[0] if len({*level}) == 1 else re.sub(r"\d+", "*", level[0]) for level in levels)
-        rules += [Rule(path, spec) for path in ([pattern] if matches(pattern, paths) == found else found)]
+        patterns.append("/".join(level[0] if len({*level}) == 1 else re.sub(r"\d+", "*", level[0]) for level in levels))
+    matched, rules = match_all(patterns, paths), []
+    for ((spec, _), found), pattern in zip(alike.items(), patterns, strict=True):
+        rules += [Rule(path, spec) for path in ([pattern] if matched[pattern] == found else found)]
     if not rules:
         return layout
     description = f"{layout.name}, with rules by path for a model whose parameters have no logical axis names."

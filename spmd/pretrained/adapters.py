@@ -19,11 +19,12 @@ from flax import nnx
 from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import OptionError, PretrainedError, Problem, closest, join_names, printable, raise_problems
 from spmd.layout.trained import Adapter
+from spmd.models.flax_nnx import ORIGIN
 from spmd.models.lora import NAMES, adapter_paths, adapter_shapes, add_adapters
 from spmd.pretrained.adapter_config import MERGE, AdapterConfig, make_config
 from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.encoder import Encoder
-from spmd.pretrained.folders import ADAPTER_CONFIG, CLASSIFIER, ORIGIN, Origin, module_of, origin_of, read_config, show_progress
+from spmd.pretrained.folders import ADAPTER_CONFIG, CLASSIFIER, Origin, module_of, origin_of, read_config, show_progress
 from spmd.pretrained.links import Link, solve
 from spmd.pretrained.match_tensors import Place, also_text, places_of, without_layer
 from spmd.pretrained.name_map import TRANSPOSE, Dims, NameMap, TensorRule, compiled, fill

@@ -5,6 +5,7 @@ gather their parameters one layer at a time; parameters carry logical axis names
 """
 
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,12 @@ class Norm(nnx.Module):
             return y.astype(x.dtype) * self.scale[...].astype(x.dtype)  # Llama rounds before it scales, the others afterwards
         y = y * (self.offset + self.scale[...].astype(jnp.float32))
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+@functools.cache  # a model is traced several times, and says it once
+def _warn_of_length(length: int, longest: int) -> None:
+    text = "rows of %d tokens, and config.json says that the model was made for %d (max_position_embeddings)"
+    logging.getLogger("spmd").warning(text, length, longest)
 
 
 def _norm(config: DecoderConfig, width: int, dtype: Any) -> Norm:
@@ -214,6 +221,8 @@ class Decoder(nnx.Module):
         longest = self.config.learned_positions
         if longest is not None and (tokens.shape[1] if cache is None else cache["keys"].shape[2]) > longest:
             raise DataError(f"rows of {tokens.shape[1]} tokens, and the model has {longest} positions.", fix="shorter rows.")
+        if cache is None and self.config.max_positions is not None and tokens.shape[1] > self.config.max_positions:
+            _warn_of_length(tokens.shape[1], self.config.max_positions)
         if cache is not None and segment_ids is not None:
             raise OptionError("the decoder does not take segment_ids with a cache.", fix="one document in each row.")
         if positions is None:

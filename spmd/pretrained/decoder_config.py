@@ -31,6 +31,7 @@ class DecoderConfig:
       vocab, width: of the embedding. heads, kv_heads, head_dim: of attention; kv_heads divides heads. mlp_width: of the MLP.
       layers: the kind of each.
       ropes: rotations by position. learned_positions: of a learned table of positions; None: there is none.
+      max_positions: the longest text that the model was made for; longer ones are warned of.
       activation: "silu", "gelu", "gelu_tanh" or "relu". gated: whether the MLP multiplies by a third linear map.
       norm: "rms" or "layer". norm_eps: added to the variance. norm_offset: added to the scale.
       post_norms: norms also after attention and MLP. qk_norm: norms of each head's queries and keys.
@@ -57,6 +58,7 @@ class DecoderConfig:
     mlp_width: int
     layers: tuple[LayerKind, ...]
     ropes: tuple[Rope, ...] = ()
+    max_positions: int | None = None
     learned_positions: int | None = None
     activation: str = "silu"
     gated: bool = True
@@ -179,7 +181,7 @@ def _modern(keys: ConfigKeys, family: Family) -> dict[str, Any]:
     windows = _windows(keys, family, depth)
     ropes = _ropes(keys, family, head_dim)
     kinds = [LayerKind(window, int(len(ropes) > 1 and window is not None)) for window in windows]
-    return fields | {"ropes": ropes, "layers": tuple(kinds)}
+    return fields | {"ropes": ropes, "layers": tuple(kinds), "max_positions": keys.count("max_position_embeddings", None)}
 
 
 def _activation(keys: ConfigKeys, family: Family) -> str:

@@ -20,7 +20,7 @@ from spmd.layout.schema import Layout
 from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.models.base import Variables
-from spmd.models.flax_nnx import NOTES, NnxModel, hand_over
+from spmd.models.flax_nnx import NOTES, ORIGIN, NnxModel, hand_over
 from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
 from spmd.pretrained.architectures import CONFIG, OWN, Architecture, find, with_labels
@@ -37,7 +37,6 @@ from spmd.tree import Tree, flatten, map_paths, parse_bytes
 from spmd.user_paths import as_path
 
 ADAPTER_CONFIG = "adapter_config.json"
-ORIGIN = "pretrained_origin"  # the attribute of a module that says where its weights are from; it stays with `result.model`
 AS_FILE = "file"
 CLASSIFIER = {"classifier.weight": "classifier/kernel", "classifier.bias": "classifier/bias"}  # tensors and arrays of a new one
 BESIDE = ("*.json", "*.txt", "*.model", "*.jinja")  # files of a folder that are copied: its config, and its tokenizer
@@ -58,6 +57,11 @@ class Origin:
     name_map: NameMap
     report: ReadReport | None = None
     config: dict[str, Any] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder, also where one file of it was named."""
+        return self.files.where.parent if self.files.where.suffix == SUFFIX else self.files.where
 
     def __repr__(self) -> str:
         return f"Origin({str(self.files.where)!r}, {len(self.files.tensors)} tensors)"
@@ -437,8 +441,7 @@ def origin_of(module: nnx.Module, like: Any = None, name_map: Any = None) -> Ori
 
 def _beside(origin: Origin, dtype: str | None) -> dict[str, bytes]:
     """Files beside the weights, by name; the config is the model's, and says the dtype of the tensors."""
-    where = origin.files.where
-    folder = where.parent if where.suffix == SUFFIX else where
+    folder = origin.folder
     if not folder.is_dir():
         why = f"{folder}, from which the weights were loaded, is not there any more; its config and tokenizer are to be copied."
         raise PretrainedError(why, fix="like=FOLDER, a copy of it.")

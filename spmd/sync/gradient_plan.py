@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 
-from spmd.layout.resolve import Placement, Resolved, codec_rule
+from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.resolve import Placement, Resolved, codec_rules
 from spmd.specs import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.wire.codec import make_codec
@@ -27,10 +28,13 @@ class GradientSpec(Transfer):
 
 def plan_gradients(resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> dict[str, GradientSpec]:
     """The spec of every parameter's gradient, by path."""
-    return {path: _plan(placement, resolved, mesh_axes, reduction) for path, placement in resolved.placements.items()}
+    rules = codec_rules(resolved.layout.gradients, resolved.placements)
+    return {path: _plan(placement, rules[path], resolved, mesh_axes, reduction) for path, placement in resolved.placements.items()}
 
 
-def _plan(placement: Placement, resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> GradientSpec:
+def _plan(
+    placement: Placement, rule: Gradients | GradientRule, resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction
+) -> GradientSpec:
     declared, spec = resolved.layout.gradients, reduction.grad_spec(placement)
     model_spec = keep_axes(spec, mesh_axes.model_axes)
     nested = bool(mesh_axes.model_axes) and not mixes_data_axes(spec, mesh_axes.data_axes)
@@ -41,7 +45,6 @@ def _plan(placement: Placement, resolved: Resolved, mesh_axes: MeshAxes, reducti
     sizes = tuple(mesh_axes.mesh.shape[axis] for axis in mesh_axes.data_axes)
     mean_spec = keep_axes(reduction.mean_spec(placement), mesh_axes.data_axes)
     shard_layout = ShardLayout(local_shape if nested else placement.shape, mean_spec, mesh_axes.data_axes, sizes)
-    rule = codec_rule(declared, placement.path)
     codec = make_codec(rule.codec, rule.options)
     if not (math.prod(placement.shape) and codec_applies(resolved, mesh_axes) and codec.compresses(shard_layout, placement.shape)):
         codec = Exact()

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from spmd.errors import CommunicationError, OptionError, type_name
-from spmd.layout.resolve import Resolved, codec_rule
+from spmd.layout.resolve import Resolved, codec_rules
 from spmd.specs import Spec
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.tree import Tree, describe, flatten, map_paths
@@ -33,7 +33,7 @@ class RegisteredReduction:
         """What the function makes of the data axes and the layout's options."""
         declared, name = self.resolved.layout.gradients, self.reduction.name
         default = make_codec(declared.codec, declared.options)
-        rules = {path: codec_rule(declared, path) for path in self.resolved.placements}
+        rules = codec_rules(declared, self.resolved.placements)
         by_path = {path: make_codec(rule.codec, rule.options) for path, rule in rules.items()}
         values = {"codec": default, "codecs": {path: codec for path, codec in by_path.items() if codec != default}}
         options = {option: values.get(option, getattr(declared, option, None)) for option in self.reduction.options}

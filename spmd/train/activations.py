@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd.errors import LayoutError, raise_problems
 from spmd.layout.activations import Output, activation_spec, output_problems
-from spmd.layout.resolve import Resolved, matching_rules
+from spmd.layout.resolve import Resolved, rule_matcher
 from spmd.layout.schema import Rule
 from spmd.nn.parallel_context import manual_axes
 from spmd.specs import keep_axes, pspec
@@ -24,10 +24,13 @@ class Activations:
     resolved: Resolved
     mesh: Mesh | AbstractMesh
 
+    @functools.cached_property
+    def _matching_rules(self) -> Callable[[str], list[int]]:
+        return rule_matcher(self.resolved.layout.activations)
+
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
         """A function that gives outputs back, placed; None when no rule claims the module."""
-        rules = self.resolved.layout.activations
-        claimed = matching_rules(rules, path)
+        rules, claimed = self.resolved.layout.activations, self._matching_rules(path)
         return functools.partial(jax.tree.map, functools.partial(self._placed, rules[claimed[0]])) if claimed else None
 
     def _placed(self, rule: Rule, x: jax.Array) -> jax.Array:
@@ -46,13 +49,14 @@ class Seen:
 
     def __init__(self, resolved: Resolved):
         self._resolved = resolved
+        self._matching_rules = rule_matcher(resolved.layout.activations)
         self.modules: dict[str, None] = {}
         self.outputs: dict[str, list[Output]] = {}
 
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
         """A function that remembers shapes, for a module that some rule claims."""
         self.modules[path] = None
-        return functools.partial(self._remember, path) if matching_rules(self._resolved.layout.activations, path) else None
+        return functools.partial(self._remember, path) if self._matching_rules(path) else None
 
     def _remember(self, path: str, outputs: Tree) -> Tree:
         found = self.outputs.setdefault(path, [])

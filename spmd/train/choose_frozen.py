@@ -14,7 +14,7 @@ from spmd.models.base import Model
 from spmd.models.flax_nnx import NnxModel
 from spmd.models.frozen import Frozen
 from spmd.models.quantized import KINDS, block_problem
-from spmd.path_match import matches
+from spmd.path_match import match_all
 
 
 def with_adapters(model: Model, layout: Layout, seed: Any) -> Model:
@@ -42,10 +42,11 @@ def choose_frozen(layout: Layout, model: Model, params: Mapping[str, Any]) -> Fr
     """
     train, adapters = layout.train, model.adapters()
     base = [path for path in params if path not in adapters]
-    included = {path for pattern in train.include for path in matches(pattern, base)}
+    found = match_all((*train.include, *train.exclude), base)
+    included = {path for pattern in train.include for path in found[pattern]}
     if not train.include and not adapters:
         included = set(base)
-    trained = included - {path for pattern in train.exclude for path in matches(pattern, base)}
+    trained = included - {path for pattern in train.exclude for path in found[pattern]}
     paths, quantized = frozenset(base) - trained, train.frozen in KINDS
     stacks, kernels = model.stacks(), model.kernels()
     lower = {
@@ -54,17 +55,19 @@ def choose_frozen(layout: Layout, model: Model, params: Mapping[str, Any]) -> Fr
         if path in paths and jnp.issubdtype(params[path].dtype, jnp.floating) and len(params[path].shape) - (path in stacks) >= 2
         if train.frozen is not None and (path in kernels or not quantized)
     }
-    problems = list(_problems(train, base, trained, adapters)) or list(_problems_of_kept(train, lower))
+    problems = list(_problems(train, found, base, trained, adapters)) or list(_problems_of_kept(train, lower))
     raise_problems(LayoutError, f"{layout.source}: [train] does not fit this model", problems)
     return Frozen(paths, train.frozen, train.block, frozenset(lower))
 
 
-def _problems(train: Train, base: list[str], trained: Collection[str], adapters: Collection[str]) -> Iterator[Problem]:
+def _problems(
+    train: Train, found: Mapping[str, list[str]], base: list[str], trained: Collection[str], adapters: Collection[str]
+) -> Iterator[Problem]:
     """Of what is trained."""
     unmatched = False
     for key in ("include", "exclude"):
         for pattern in getattr(train, key):
-            if not matches(pattern, base):
+            if not found[pattern]:
                 unmatched = True
                 yield Problem(f'[train] {key}: "{pattern}" matches no parameter.', [], path_fix(pattern, base), kind="no_match")
     if unmatched or not base:

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import CommunicationError, OptionError, check_integer, closest, did_you_mean, join_names, short_repr, type_name
-from spmd.path_match import compiled
+from spmd.path_match import compiled, match_all, matcher
 from spmd.specs import Spec
 from spmd.tree import Tree, describe, path_of
 from spmd.wire.codec import CODECS
@@ -79,12 +79,14 @@ class Communication:
 
     def transfers(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Transfer]:
         """How each gradient is communicated, from its shape on one worker."""
-        return {path: self._transfer(path, jnp.shape(leaf), sizes) for path, leaf in arrays.items()}
+        codecs, matching = dict(self.codecs), matcher(pattern for pattern, _ in self.codecs)
+        claims = {path: matching(path) for path in arrays}
+        chosen = {path: codecs[patterns[0]] if patterns else self.codec for path, patterns in claims.items()}
+        return {path: self._transfer(chosen[path], jnp.shape(leaf), sizes) for path, leaf in arrays.items()}
 
-    def _transfer(self, path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
+    def _transfer(self, codec: Codec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
         spec = shard_spec(shape, sizes) if self.scatter else (self.axes,) if self.rows else ()
         layout = ShardLayout(shape, spec, self.axes, tuple(sizes[axis] for axis in self.axes))
-        codec = next((codec for pattern, codec in self.codecs if compiled(pattern).fullmatch(path)), self.codec)
         sent = any(size > 1 for axis, size in sizes.items() if axis not in self.inside)
         if not (sent and all(shape) and codec.compresses(layout, shape)):
             codec = Exact()
@@ -138,8 +140,8 @@ def check_patterns(patterns: Iterable[str], params: Tree) -> None:
     patterns = list(patterns)
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)) if patterns else []
     paths = [*(path_of(keys) for keys, _ in nodes), *(arrays_by_path(params) if patterns else ())]
-    for pattern in patterns:
-        if not any(compiled(pattern).fullmatch(path) for path in paths):
+    for pattern, matched in match_all(patterns, paths).items():
+        if not matched:
             near = closest(pattern, paths)
             fix = f'did you mean "{near}"?' if near else f"without it, or match one of: {join_names(dict.fromkeys(paths))}."
             raise CommunicationError(f'codecs: the pattern "{pattern}" matches no parameter.', fix=fix)

@@ -1,6 +1,9 @@
 """Generation: what `transformers` writes greedily, under layouts and from results of `fit`; draws by seed; bad input."""
 
 import functools
+import json
+import logging
+import shutil
 from pathlib import Path
 
 import jax
@@ -96,6 +99,115 @@ def test_draws_have_the_probabilities_that_are_asked_for():
     assert cold[0] == 4000 == np.bincount(Sampling().choose(rows, keys), minlength=4)[0]
 
 
+PENALTIES = json.loads((FIXTURES / "penalties.json").read_text())
+
+
+@pytest.mark.sampled(quick=2)
+@pytest.mark.parametrize("penalty", ["1.3", "0.7"])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_tokens_with_a_repetition_penalty_are_those_of_transformers(name, penalty):
+    wanted = np.array(PENALTIES[name][penalty])
+    written = generate(model_of(name), prompts_of(name), max_new_tokens=wanted.shape[1], repetition_penalty=float(penalty))
+    np.testing.assert_array_equal(written, wanted)
+    assert (np.stack(generate(model_of(name), prompts_of(name), max_new_tokens=wanted.shape[1])) != wanted).any()
+
+
+def test_repetition_penalty_divides_logits_of_the_text_and_multiplies_negative_ones():
+    """Against numpy, on the logits that draws are made of: what has a probability of almost 1 there is drawn."""
+    rng = np.random.default_rng(0)
+    logits, seen = rng.normal(size=(64, 12)).astype("float32"), rng.random((64, 12)) < 0.5
+    expected = logits.copy()
+    for row, column in zip(*np.nonzero(seen), strict=True):
+        expected[row, column] *= 1.7 if logits[row, column] < 0 else 1 / 1.7
+    keys = jax.random.split(jax.random.key(0), 64)
+    for sampling in (Sampling(repetition_penalty=1.7), Sampling(1e-4, repetition_penalty=1.7), Sampling(1.0, 1, repetition_penalty=1.7)):
+        np.testing.assert_array_equal(sampling.choose(jnp.array(logits), keys, jnp.array(seen)), expected.argmax(axis=1))
+    assert (logits.argmax(axis=1) != expected.argmax(axis=1)).any()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("layout", ["fsdp", "tensor_parallel"])
+def test_layouts_write_the_same_with_a_repetition_penalty(layout):
+    model = load(FIXTURES / "llama", mesh=LAYOUTS[layout], layout=layout, progress=False)
+    written = generate(model, prompts_of("llama"), max_new_tokens=24, repetition_penalty=1.3, layout=layout)
+    np.testing.assert_array_equal(written, PENALTIES["llama"]["1.3"])
+
+
+def folder_with(tmp_path, generation=None, **config):
+    """A copy of the llama, whose generation_config.json and config.json say this."""
+    folder = shutil.copytree(FIXTURES / "llama", tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+ASKS = {  # by what a file says: what generation is asked for, and what it has no option for
+    "draws": ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9}, []),
+    "draws as transformers does by default": ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}, []),
+    "draws from all": ({"do_sample": True, "top_k": 0, "temperature": None}, {"temperature": 1.0}, []),
+    "greedy, with numbers that only draws read": ({"temperature": 0.6, "top_p": 0.9, "min_p": 0.1}, {}, []),
+    "a penalty": ({"repetition_penalty": 1.05, "max_length": 20}, {"repetition_penalty": 1.05}, []),
+    "nothing": ({"eos_token_id": 2, "num_beams": 1, "no_repeat_ngram_size": 0, "temperature": 1.0, "use_cache": True}, {}, []),
+    "options that are unknown": (
+        {"do_sample": True, "top_k": 0, "min_p": 0.05, "num_beams": 4, "no_repeat_ngram_size": 3, "suppress_tokens": [7]},
+        {"temperature": 1.0},
+        ["no_repeat_ngram_size=3", "num_beams=4", "min_p=0.05", "suppress_tokens=[7]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ASKS)
+def test_sampling_that_a_folder_asks_for_is_reported_or_in_the_call(tmp_path, caplog, case):
+    said, options, unknown = ASKS[case]
+    folder = folder_with(tmp_path, said)
+    generator = Generator(load(folder, progress=False))
+    with caplog.at_level(logging.WARNING, "spmd"):
+        for _ in range(2):
+            generator([[1, 2]], max_new_tokens=1)
+    text = ", ".join(f"{name}={value}" for name, value in options.items())
+    where, lines = folder / "generation_config.json", []
+    lines += [f"{where}: not applied, for there is no such option: {', '.join(unknown)}."] if unknown else []
+    lines += [f"{where} asks for {text}, which is not used unless a call has it."] if options else []
+    assert [record.getMessage() for record in caplog.records] == lines
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "spmd"):
+        Generator(load(folder, progress=False))([[1, 2]], max_new_tokens=1, **options)
+    assert [record.getMessage() for record in caplog.records] == lines[: bool(unknown)]
+
+
+def test_sampling_of_an_old_config_is_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "spmd"):
+        generate(load(folder_with(tmp_path, do_sample=True, temperature=0.5), progress=False), [[1, 2]], max_new_tokens=1)
+    where = tmp_path / "model" / "config.json"
+    assert caplog.messages == [f"{where} asks for temperature=0.5, top_k=50, which is not used unless a call has it."]
+
+
+@pytest.mark.parametrize("key", ["do_sample", "temperature", "top_k", "top_p", "repetition_penalty"])
+def test_sampling_that_cannot_be_read_is_an_error(tmp_path, key):
+    model = load(folder_with(tmp_path, {"do_sample": True, key: "much"}), progress=False)
+    with pytest.raises(SpmdError, match=rf"generation_config\.json: {key} is 'much'\.\n +fix: "):
+        Generator(model)
+
+
+def test_texts_longer_than_the_model_was_made_for_are_reported(tmp_path, caplog):
+    model = load(folder_with(tmp_path, max_position_embeddings=20), progress=False)
+    generator = Generator(model)
+    with caplog.at_level(logging.WARNING, "spmd"):
+        generator([list(range(10))], max_new_tokens=10)
+        model(jnp.ones((1, 20), int))
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING, "spmd"):
+        for _ in range(2):
+            generator([list(range(10))], max_new_tokens=11)
+            model(jnp.ones((1, 21), int))
+    made = "config.json says that the model was made for 20"
+    assert caplog.messages == [
+        f"texts of up to 21 tokens with the prompt, and {made}.",
+        f"rows of 21 tokens, and {made} (max_position_embeddings)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -110,6 +222,9 @@ def test_draws_have_the_probabilities_that_are_asked_for():
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
         ({"stop": "x"}, "stop='x'"),
+        ({"stop": [2, 96]}, "stop has id 96; the model has 96 tokens, from 0, and would never end a text with it."),
+        ({"repetition_penalty": 0}, "repetition_penalty=0."),
+        ({"repetition_penalty": "1.2"}, "repetition_penalty='1.2'."),
         ({"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, "Linear has no cache of keys and values"),
         ({"model": 3}, "model=3 is an int"),
         ({"model": "gpt2", "max_new_tokens": 10**4}, "need 10009 positions"),

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.data.prompts import Prompts, end_tokens
+from spmd.data.generation_config import end_tokens
+from spmd.data.prompts import Prompts
 from spmd.errors import SpmdError
 
 FOLDER = Path(__file__).parents[1] / "pretrained" / "fixtures" / "finetune"

@@ -126,6 +126,30 @@ def test_generate_prints_what_the_model_writes(tmp_path, capsys):
     assert capsys.readouterr().out == ",".join(map(str, written)) + "\n"
 
 
+@pytest.mark.system
+def test_generate_chooses_tokens_as_the_folder_asks_and_options_say_otherwise(tmp_path, capsys, caplog):
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    asked = {"eos_token_id": 0, "do_sample": True, "temperature": 2.0, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.2}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    model = spmd.pretrained.load(FOLDER, dtype="file", progress=False)
+    options = {"temperature": 2.0, "top_p": 0.9, "repetition_penalty": 1.2}
+    others = (
+        ([], options),
+        (["--temperature", "0"], {"repetition_penalty": 1.2}),
+        (["--top-p", "0.5", "--repetition-penalty", "1"], {"temperature": 2.0, "top_p": 0.5}),
+        (["--temperature", "0", "--repetition-penalty", "1"], {}),
+    )
+    written = []
+    for more, chosen in others:
+        assert main(["generate", str(folder), "--tokens", "5,9,7", "--max-new-tokens", "12", *more]) == 0
+        written.append(capsys.readouterr().out.strip())
+        tokens = spmd.generate(model, [[5, 9, 7]], max_new_tokens=12, stop=[0], **chosen)[0]
+        assert written[-1] == ",".join(map(str, tokens))
+    assert len(set(written)) > 2
+    says = f"temperature=2.0, top_p=0.9, repetition_penalty=1.2, as {folder / 'generation_config.json'} says; options say otherwise."
+    assert caplog.messages[0] == says
+
+
 def bad_line(tmp_path):
     path = lines(tmp_path / "bad.jsonl", [conversation("cow", "moo")] * 3)
     path.write_text(path.read_text() + '{"messages": [\n' + json.dumps({"text": "no messages"}) + "\n")
@@ -231,6 +255,7 @@ def test_bad_input_is_named_before_weights_are_read(name, data, tmp_path, capsys
         (["--prompt-file", "nothing.txt"], "--prompt-file nothing.txt cannot be read"),
         (["--prompt", "a", "--top-k", "3"], "top_k and top_p do nothing at temperature 0"),
         (["--prompt", "a", "--chat", "gemma"], "has no token <bos>"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty 0.0."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

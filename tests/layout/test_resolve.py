@@ -1,14 +1,17 @@
 """From shapes to specs: which rule wins, which dim a default shards, and that the cost is linear in the model's size."""
 
 import dataclasses
+import random
 
 import jax
 import pytest
 
+from spmd import path_match
 from spmd.errors import LayoutError
-from spmd.layout import resolve as resolving
+from spmd.layout import fixes
 from spmd.layout.check import fit_layout
-from spmd.layout.resolve import shard_largest_dim
+from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.resolve import codec_rules, rule_matcher, shard_largest_dim
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.summary import notes, rows, summary
 from spmd.layout.toml_reader import shipped
@@ -236,13 +239,10 @@ class Counted:
 
 def work(monkeypatch, blocks, layout):
     """How many times a pattern is compared with a path while a layout is resolved, and for how many parameters."""
-    from spmd import path_match
-
     leaves = {"attention/query/kernel": (64, 64), "attention/query/bias": (64,), "mlp/up/kernel": (64, 256), "mlp/up/bias": (256,)}
     params = shapes(**{f"blocks/{n}/{path}": shape for n in range(blocks) for path, shape in leaves.items()})
     plain, Counted.calls = path_match.compiled, 0
-    for module in (path_match, resolving):
-        monkeypatch.setattr(module, "compiled", lambda pattern: Counted(plain(pattern)))
+    monkeypatch.setattr(path_match, "compiled", lambda pattern: Counted(plain(pattern)))
     try:
         fit_layout(layout, params, {}, MESH)
     except LayoutError as error:
@@ -275,3 +275,70 @@ def test_resolve_cost_is_linear_in_parameters(monkeypatch, layout):
     assert (thousand, ten_thousand) == (1000, 10_000)
     assert 9 * few < many <= 10 * few + 100
     assert many <= 5 * len(layout.params) * ten_thousand
+
+
+LEVELS = ["a", "b", "ab", "x1", "x2", "kernel"]
+PARTS = [*LEVELS, "*", "**", "?", "a**", "**b", "x?", "{a,b}", "{a/b,x*}", "{**/a,b}c", "***", "", "a,b"]
+
+
+def random_rules(rng, count):
+    """Rules of random patterns, some of them the same, with random exceptions."""
+    patterns = ["/".join(rng.choices(PARTS, k=rng.randint(1, 4))) for _ in range(count)]
+    return tuple(Rule(rng.choice(patterns), (), tuple(rng.choices(patterns, k=rng.randint(0, 3)))) for _ in range(count))
+
+
+def claims_of_each_pair(rules, path):
+    """Indices of the rules that match a path, found by trying each."""
+    compiled = path_match.compiled
+    named = (index for index, rule in enumerate(rules) if compiled(rule.path).fullmatch(path))
+    return [index for index in named if not any(compiled(pattern).fullmatch(path) for pattern in rules[index].except_)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rule_matcher_equals_trying_each_pair(seed):
+    rng = random.Random(seed)
+    rules = random_rules(rng, 60)
+    paths = ["/".join(rng.choices([*LEVELS, "", "a,b", "abc"], k=rng.randint(1, 5))) for _ in range(200)]
+    matching = rule_matcher(rules)
+    claims = {path: claims_of_each_pair(rules, path) for path in paths}
+    assert {path: matching(path) for path in paths} == claims
+    assert len({tuple(claimed) for claimed in claims.values()}) > 20
+    matched = path_match.match_all((rule.path for rule in rules), paths)
+    assert matched == {rule.path: path_match.matches(rule.path, paths) for rule in rules}
+    gradients = Gradients("all_reduce", rules=tuple(GradientRule(rule.path, "exact", except_=rule.except_) for rule in rules))
+    first = {path: gradients.rules[claimed[0]] if claimed else gradients for path, claimed in claims.items()}
+    assert codec_rules(gradients, paths) == first
+
+
+MANY = {f"blocks/{number}/mlp/kernel": (8, 8) for number in range(400)}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [Rule(path, ("data",)) for path in MANY],
+        [Rule(f"**/{number}/**", ("data",)) for number in range(400)],
+        [Rule(f"blocks/{number}/*/{{kernel,bias}}", ("data",)) for number in range(400)],
+        [Rule("**", ("data",), tuple(MANY)[1:])],
+        [Rule("**/0/**", ()), Rule("**", ("data",), tuple(f"*/{number}/mlp/?ernel" for number in range(400) if number != 1))],
+    ],
+    ids=["paths", "a level of each", "braces", "excepted paths", "excepted patterns"],
+)
+def test_resolve_cost_does_not_grow_with_rules_times_parameters(monkeypatch, rules):
+    plain, Counted.calls = path_match.compiled, 0
+    monkeypatch.setattr(path_match, "compiled", lambda pattern: Counted(plain(pattern)))
+    layout = Layout(params=tuple(rules), gradients=Gradients("all_reduce", rules=tuple(GradientRule(path, "exact") for path in MANY)))
+    placements = placed(layout, shapes(**MANY))
+    assert {place.spec for place in placements.values()} == {("data",), ()} - ({()} if len(rules) == 400 else set())
+    assert Counted.calls <= 10 * 400
+
+
+def test_near_names_are_searched_for_problems_that_are_shown_only(monkeypatch):
+    searched, plain = [], fixes.suggest
+    monkeypatch.setattr(fixes, "suggest", lambda pattern, paths: (searched.append(pattern), plain(pattern, paths))[1])
+    rules = tuple(Rule(f"blocks/{number}/mpl/kernel", ()) for number in range(300))
+    with pytest.raises(LayoutError, match=r'did you mean "blocks/0/mlp/kernel"\? It matches 1\.') as caught:
+        placed(Layout(params=rules), shapes(**MANY))
+    assert len(caught.value.problems) == 300 and len(searched) == 100
+    first = "blocks/0/mlp/kernel, blocks/1/mlp/kernel, blocks/2/mlp/kernel"
+    assert caught.value.problems[-1].fix == f"remove the pattern, or match one of: {first} and 397 more."

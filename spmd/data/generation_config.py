@@ -1,0 +1,112 @@
+"""What a folder's generation_config.json asks for, as `transformers` reads it: tokens that end a text, and how tokens are chosen."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import DataError, first_line, short_repr, type_name
+
+FILES = ("generation_config.json", "config.json")  # the first that says something counts, as for `transformers`
+
+# Keys of a generation that does not write as `spmd.generate` does, with the values that ask for nothing; null is one for each.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("typical_p", "top_h"), (1,)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "force_words_ids", "constraints", "stop_strings"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config"), ()),
+    **dict.fromkeys(("token_healing", "remove_invalid_values"), (False,)),
+    "sequence_bias": ({}, []),
+}
+DRAWS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # those that greedy choice does not read
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedSampling:
+    """How a folder asks for tokens to be chosen.
+
+    Attributes:
+      where: the file that says so.
+      options: arguments of `spmd.generate`; empty if the file asks for the most likely token, as those of `spmd.generate` do.
+      unknown: keys with their values that `spmd.generate` has no argument for.
+    """
+
+    where: str
+    options: dict[str, Any]
+    unknown: list[str]
+
+    @property
+    def text(self) -> str:
+        """The options, as a call has them."""
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+def asked_sampling(folder: Path) -> AskedSampling:
+    """What generation_config.json says of the choice of tokens; without one, what an old config.json says.
+
+    Raises:
+      DataError: a file is no JSON object, or an option is out of range.
+    """
+    path, content = next(((path, content) for path, content in _contents(folder)), (folder / FILES[0], {}))
+    draws = _value(path, content, "do_sample", False, lambda value: isinstance(value, bool), "true or false")
+    temperature = _value(path, content, "temperature", 1.0, lambda value: _is_number(value) and value >= 0, "a number from 0")
+    options: dict[str, Any] = {}
+    if draws and temperature > 0:
+        top_k = _value(path, content, "top_k", 50, lambda value: _is_number(value) and value >= 0 and value == int(value), "a whole number")
+        top_p = _value(path, content, "top_p", 1.0, lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, up to 1")
+        options = {"temperature": temperature, **({"top_k": int(top_k)} if top_k else {}), **({"top_p": top_p} if top_p < 1 else {})}
+    penalty = _value(path, content, "repetition_penalty", 1.0, lambda value: _is_number(value) and value > 0, "a number above 0")
+    options |= {"repetition_penalty": penalty} if penalty != 1 else {}
+    unread = () if draws else DRAWS
+    unknown = [
+        f"{key}={short_repr(content[key])}"
+        for key, neutral in NEUTRAL.items()
+        if content.get(key) is not None and content[key] not in neutral and key not in unread
+    ]
+    return AskedSampling(str(path), options, unknown)
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The ids of `eos_token_id` in a folder's files, none if no file says so.
+
+    Raises:
+      DataError: a file is no JSON object, or the ids are no whole numbers.
+    """
+    for path, content in _contents(folder):
+        value = content.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+            raise DataError(f"{path}: eos_token_id is {short_repr(value)}.", fix="a token id, or a list of them.")
+        if ids:
+            return tuple(ids)
+    return ()
+
+
+def _contents(folder: Path) -> Any:
+    """Each file that there is, and its content."""
+    for path in (folder / name for name in FILES):
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written.") from error
+        if not isinstance(content, dict):
+            raise DataError(f"{path} holds {type_name(content)}.", fix="an object with named fields, as it was written.")
+        yield path, content
+
+
+def _value(path: Path, content: dict[str, Any], key: str, default: Any, holds: Any, wanted: str) -> Any:
+    value = content.get(key)
+    if value is None:
+        return default
+    if not holds(value):
+        raise DataError(f"{path}: {key} is {short_repr(value)}.", fix=f"{wanted}; or the file without it.")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
