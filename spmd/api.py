@@ -23,7 +23,7 @@ from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
-from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean, first_line
+from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean, first_line, option
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
@@ -422,7 +422,9 @@ def _check_evaluation(
     best = config.best if config is not None else None
     for name, value in (("eval_every", eval_every), ("eval_average", eval_average or None), ("Checkpoint(best=...)", best)):
         if eval_data is None and value is not None:
-            raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.", fix="eval_data=..., or leave it out.")
+            raise OptionError(
+                f"{name} is {value!r}, but there is nothing to evaluate.", fix=f"{option('eval_data', '...')}, or leave it out."
+            )
     if eval_data is None:
         return ()
     if eval_average:
@@ -436,7 +438,9 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
     wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
     for who, name in wanted:
         if name not in known and name.startswith("eval_") and not evaluates:
-            raise OptionError(f'{who}: there is no metric "{name}", since there is no evaluation.', fix="eval_data=..., which has it.")
+            raise OptionError(
+                f'{who}: there is no metric "{name}", since there is no evaluation.', fix=f"{option('eval_data', '...')}, which has it."
+            )
         if name not in known:
             raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))
 

@@ -6,7 +6,7 @@ from typing import Any, Generic
 
 import jax
 
-from spmd.errors import CompileError, OptionError, SpmdError, short_repr
+from spmd.errors import CompileError, OptionError, SpmdError, option, short_repr
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
@@ -131,7 +131,7 @@ def changes_of(
     """Plan the changes that are known to lower a plan's largest costs: of each cost the first, then of each the second, and so on."""
     check_run(tokens=tokens, rows=rows, steps=steps, price=price, optional=True)
     if isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1:
-        raise OptionError(f"compiles={short_repr(compiles)}.", fix="a number of programs, from 1.")
+        raise OptionError(f"{option('compiles', short_repr(compiles))}.", fix="a number of programs, from 1.")
     length = {"tokens": tokens, "rows": rows, "steps": steps}
     run = run_cost(plan, **length, price=price) if any(length.values()) else None
     tried: dict[str, Change[PlanT]] = {}

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
-from spmd.errors import DataError, LossError, SpmdError, first_line
+from spmd.errors import DataError, LossError, SpmdError, first_line, option
 from spmd.jaxpr import equations, has_convolution
 from spmd.layout.compiler import xla_options
 from spmd.layout.gradients import Gradients
@@ -117,7 +117,9 @@ class Program:
         self.notes += [] if self.reading.mean else [self.reading.note()]
         if self.reading.averages and placed.config.accumulate > 1:
             rows = f"the {self.rows // placed.config.accumulate} rows of a microbatch, not over the {self.rows} of the batch"
-            self.notes.append(f"note: a module such as BatchNorm averages over {rows}, as accumulate={placed.config.accumulate} asks for.")
+            self.notes.append(
+                f"note: a module such as BatchNorm averages over {rows}, as {option('accumulate', placed.config.accumulate)} asks for."
+            )
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += measured_names(placed.abstract_state.opt)
         check_names(self._loss_names, of_step)
