@@ -285,7 +285,7 @@ def fit(
         step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
         layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
         if jax.process_index() == 0:
-            (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
+            display.note(line)
     visible = display if jax.process_index() == 0 else NoProgress()
     with visible.doing("tracing"):
         trainer = Trainer(
@@ -502,11 +502,7 @@ def _outputs(
     elif resumes and store is not None:  # perhaps another folder was meant
         line = f"{store.folder} holds no run to resume: a new one begins"
     if line:
-        display.say(line)
-        if isinstance(display, NoProgress):
-            logging.getLogger("spmd").warning(line)
+        display.note(line)
     for line in [*lines, *trainer.notes(), *([room] if room else [])]:
-        display.say(line)
-        if isinstance(display, NoProgress) and line.startswith("note:"):
-            logging.getLogger("spmd").warning(line)  # notes about waste are logged even without a progress display
+        (display.note if line.startswith("note:") else display.say)(line)
     return loggers, display

@@ -10,6 +10,7 @@ from spmd.errors import CompileError, OptionError, SpmdError, option, short_repr
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
+from spmd.nn.schedule import MICROBATCHES
 from spmd.planner.candidates import microbatches, remat_level, remats, update_differences
 from spmd.planner.compiler_search import trials, why_not_tuned
 from spmd.planner.plan_data import PlanData, PlanT
@@ -320,7 +321,7 @@ def _hybrid(plan: PlanData, axis: str) -> dict[str, Any]:
 
 
 def _pipeline(plan: PlanData, cost: StepCost) -> Iterator[_Trial]:
-    for schedule in list(plan.schedules.values())[:1]:
+    for schedule in [schedule for schedule in plan.schedules.values() if schedule.unit == MICROBATCHES][:1]:
         pipeline = dataclasses.replace(plan.layout.pipeline, microbatches=2 * schedule.microbatches)
         yield _Trial(f"[pipeline] microbatches = {pipeline.microbatches}", {"layout": dataclasses.replace(plan.layout, pipeline=pipeline)})
 

@@ -15,6 +15,7 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.errors import OptionError, first_line, option, quoted, short_repr
+from spmd.log_info import log_info
 from spmd.render.html import document
 from spmd.run.config import RunState
 from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
@@ -232,9 +233,9 @@ class StepProfiler:
         except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
             self._warn(f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues")
             return
-        self._progress.say(str(self.profile))
         if isinstance(self._progress, NoProgress):
-            logging.getLogger("spmd").warning("profile: %s", page)
+            log_info(f"profile: {page}")
+        self._progress.say(str(self.profile))
 
     def _make_folder(self) -> Path:
         if self._options.folder is not None:
