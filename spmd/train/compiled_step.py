@@ -57,6 +57,7 @@ from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, step_and_gradients, train_step
 from spmd.train.synchronous import Synchronous
+from spmd.train.unread_weights import unread_weight_notes
 from spmd.train.weight_average import check_average
 from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
@@ -112,6 +113,8 @@ class Program:
         self.notes += scale_notes(placed.abstract_state.opt)
         self.notes += owner_notes(placed.given_optimizer, optimized, placed.abstract_state.opt, placed.optimized, placed.mesh)
         self.notes += microbatch_notes(placed.parallel, self.rows, placed.config.accumulate)
+        trace_all = functools.partial(trace_objective, placed, self._eval_objective, sample, self.rows, Seen(placed.resolved))
+        self.notes += unread_weight_notes(placed, sample, self._jaxpr.jaxpr, lambda: trace_all()[1].jaxpr)
         self._loss_names = (LOSS, *extra)
         self.reading, self._checked = self._read_loss() if trains else Reading(mean=True), False
         self.notes += [] if self.reading.mean else [self.reading.note()]
