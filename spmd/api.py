@@ -23,7 +23,7 @@ from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
-from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean, first_line
+from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean, first_line, option
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
@@ -290,7 +290,7 @@ def fit(
         step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
         layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
         if jax.process_index() == 0:
-            (logging.getLogger("spmd").warning if isinstance(display, NoProgress) else display.say)(line)
+            display.note(line)
     visible = display if jax.process_index() == 0 else NoProgress()
     with visible.doing("tracing"):
         trainer = Trainer(
@@ -427,7 +427,9 @@ def _check_evaluation(
     best = config.best if config is not None else None
     for name, value in (("eval_every", eval_every), ("eval_average", eval_average or None), ("Checkpoint(best=...)", best)):
         if eval_data is None and value is not None:
-            raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.", fix="eval_data=..., or leave it out.")
+            raise OptionError(
+                f"{name} is {value!r}, but there is nothing to evaluate.", fix=f"{option('eval_data', '...')}, or leave it out."
+            )
     if eval_data is None:
         return ()
     if eval_average:
@@ -441,7 +443,9 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
     wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
     for who, name in wanted:
         if name not in known and name.startswith("eval_") and not evaluates:
-            raise OptionError(f'{who}: there is no metric "{name}", since there is no evaluation.', fix="eval_data=..., which has it.")
+            raise OptionError(
+                f'{who}: there is no metric "{name}", since there is no evaluation.', fix=f"{option('eval_data', '...')}, which has it."
+            )
         if name not in known:
             raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))
 
@@ -506,11 +510,7 @@ def _outputs(
     elif resumes and store is not None:  # perhaps another folder was meant
         line = f"{store.folder} holds no run to resume: a new one begins"
     if line:
-        display.say(line)
-        if isinstance(display, NoProgress):
-            logging.getLogger("spmd").warning(line)
+        display.note(line)
     for line in [*lines, *trainer.notes(), *([room] if room else [])]:
-        display.say(line)
-        if isinstance(display, NoProgress) and line.startswith("note:"):
-            logging.getLogger("spmd").warning(line)  # notes about waste are logged even without a progress display
+        (display.note if line.startswith("note:") else display.say)(line)
     return loggers, display

@@ -48,6 +48,43 @@ ALIKE = 3  # problems that differ only in their place and are each listed
 LINE, TEXT = 1000, 40_000  # the most characters in one line of an error, and in the entire text
 FIX = re.compile("^( *)(fix: .*)$", re.MULTILINE)
 VALUE = 160  # the most characters of a value in an error
+_options: frozenset[str] = frozenset()  # arguments that the running command has as options; in Python none
+
+
+@contextlib.contextmanager
+def options_of_command(names: Iterable[str]) -> Iterator[None]:
+    """Let `option` write these arguments as the options of a command, for all threads; none of them for a script that it runs."""
+    global _options
+    before, _options = _options, frozenset(names)
+    try:
+        yield
+    finally:
+        _options = before
+
+
+def option(name: str, *values: object) -> str:
+    """An argument in an error, as its user writes it: in Python, or behind the command that is running.
+
+    >>> option("batch_size", 8), option("field", quoted("prompt"), quoted("answer")), option("chat")
+    ('batch_size=8', 'field=("prompt", "answer")', 'chat=')
+    >>> with options_of_command(["batch_size", "field", "chat", "merge"]):
+    ...     option("batch_size", 8), option("field", quoted("prompt"), quoted("answer")), option("chat"), option("merge", True)
+    ('--batch-size 8', '--field "prompt" --field "answer"', '--chat', '--merge')
+    """
+    if name in _options:
+        flag = f"--{name.replace('_', '-')}"
+        return " ".join(flag if value is True else f"{flag} {value}" for value in values) or flag
+    return f"{name}=({', '.join(map(str, values))})" if len(values) > 1 else f"{name}={''.join(map(str, values))}"
+
+
+def quoted(value: object) -> str:
+    """A value in the quotes that `option` puts around a text."""
+    return f'"{value}"'
+
+
+def in_python(text: str, command: str = "") -> str:
+    """A part of a fix that only Python can do, and what stands there while a command runs."""
+    return command if _options else text
 
 
 class SpmdError(Exception):
@@ -300,7 +337,7 @@ def check_integer(value: Any, name: str, least: int = 1, most: int | None = None
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least or (most is not None and not value <= most):
         fix = f"a whole number from {least}{'' if most is None else f' to {most}'}."
-        raise OptionError(f"{name}={short_repr(value)}.", fix=fix)
+        raise OptionError(f"{option(name, short_repr(value))}.", fix=fix)
 
 
 def join_names(names: Iterable[str], most: int = 8) -> str:

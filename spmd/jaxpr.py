@@ -73,6 +73,18 @@ def uses(jaxpr: Any, inputs: Sequence[int], name: str) -> list[list[str]]:
     return found
 
 
+def read_inputs(jaxpr: Any) -> set[Any]:
+    """The inputs of a jaxpr on which its outputs may depend; functions that are called once are followed."""
+    read = {x for x in jaxpr.outvars if not hasattr(x, "val")}
+    for equation in reversed(without_unused(jaxpr.eqns, jaxpr.outvars)):
+        taken, inner = equation.invars, [*inner_jaxprs(equation)]
+        if equation.primitive.name in ONE_CALL and len(inner) == 1 and len(inner[0].invars) == len(taken):
+            of_inner = read_inputs(inner[0])
+            taken = [outer for outer, x in zip(taken, inner[0].invars, strict=True) if x in of_inner]
+        read.update(x for x in taken if not hasattr(x, "val"))
+    return read.intersection(jaxpr.invars)
+
+
 def inlined(jaxpr: Any, most: int) -> tuple[list[Any], dict[Any, Any]]:
     """The equations of a jaxpr, those of inner jits of at most `most` equations in place of their calls, and what its outputs are now.
 

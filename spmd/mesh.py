@@ -13,7 +13,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd.errors import CompileError, LossError, MeshError, OptimizerError, SpmdError, did_you_mean, first_line, short_repr, type_name
+from spmd.errors import (
+    CompileError,
+    LossError,
+    MeshError,
+    OptimizerError,
+    SpmdError,
+    did_you_mean,
+    first_line,
+    in_python,
+    option,
+    quoted,
+    short_repr,
+    type_name,
+)
 from spmd.explicit_arrays import closed_over
 from spmd.tracebacks import trims_tracebacks
 from spmd.xla import simulate_cpus
@@ -57,7 +70,9 @@ class MeshSpec:
         elif isinstance(value, Mapping):
             pairs = list(value.items())
         else:
-            raise MeshError(f"mesh={short_repr(value)} is {type_name(value)}.", fix='write "data=4,model=2", a dict, or a jax Mesh.')
+            raise MeshError(
+                f"{option('mesh', short_repr(value))} is {type_name(value)}.", fix='write "data=4,model=2", a dict, or a jax Mesh.'
+            )
         return MeshSpec(_checked(pairs))
 
     @property
@@ -90,14 +105,17 @@ class MeshSpec:
             fix = self._fix(known, devices)
             if known < devices:
                 why += f": {devices - known} would be left unused"
-                fix += f', or to use only some devices, mesh=spmd.make_mesh("{self}", devices=jax.devices()[:{known}])'
+                fix += in_python(f', or to use only some devices, mesh=spmd.make_mesh("{self}", devices=jax.devices()[:{known}])')
             raise MeshError(f"mesh {self}: {why}.", fix=f"{fix}.")
         return self
 
     def _fix(self, known: int, devices: int) -> str:
         """The nearest mesh; on a CPU there can be as many devices as are wanted."""
-        more = f"; on a CPU, spmd.simulate_devices({known}) before JAX is first used" if devices < known else ""
-        return f'mesh="{self.nearest(devices)}"{more}'
+        simulate = in_python(
+            f"spmd.simulate_devices({known}) before JAX is first used", f"XLA_FLAGS=--xla_force_host_platform_device_count={known}"
+        )
+        more = f"; on a CPU, {simulate}" if devices < known else ""
+        return f"{option('mesh', quoted(self.nearest(devices)))}{more}"
 
     def nearest(self, devices: int) -> "MeshSpec":
         """The mesh with these axes that uses all devices and whose sizes are nearest to these; a size of -1 stays -1.

@@ -9,7 +9,7 @@ import jax
 
 from spmd.data.work_assignment import Position
 from spmd.distributed.watchdog import current
-from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
+from spmd.errors import CheckpointError, OptionError, Problem, option, problems_text, quoted, raise_problems
 from spmd.run.changed_data import resumed_position
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.checkpoint_reader import data_changes, is_hashed, option_changes, saved_numbers, saved_position
@@ -44,7 +44,7 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     opened.callback(watch.record_progress, "script", 0)
     if config is None:
         if resume:
-            raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
+            raise OptionError("resume=True without a checkpoint folder.", fix=f"{option('checkpoint', quoted('runs/name'))}.")
         return None
     store = CheckpointStore(config)
     opened.callback(store.release)

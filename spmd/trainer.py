@@ -24,6 +24,7 @@ from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
+from spmd.log_info import log_info
 from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
@@ -470,7 +471,7 @@ class Trainer:
         state = self.restore(config)
         step = int(state.step)
         for change in option_changes(reader.meta(step), self.about(source, self._program)):
-            logging.getLogger("spmd").warning("resumed from step %d: %s", step, change)
+            log_info(f"resumed from step {step}: {change}")
         fix = "or  steps(data, state=trainer.restore(folder))  to begin with the first epoch of the data."
         position, data = saved_position(reader.meta(step), step, reader, fix)
         problems = data_changes(data, {**source.fingerprint(), "seed": self._placed.config.seed})

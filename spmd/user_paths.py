@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, SpmdError, short_repr, type_name
+from spmd.errors import OptionError, SpmdError, option, short_repr, type_name
 from spmd.output_files import name_errors, sync
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # pathlib leaves one of two slashes
@@ -32,10 +32,10 @@ def as_path(value: Any, name: str) -> Path:
     True
     """
     if not isinstance(value, str | os.PathLike):
-        raise OptionError(f"{name}={short_repr(value)} is {type_name(value)}.", fix="a path.")
+        raise OptionError(f"{option(name, short_repr(value))} is {type_name(value)}.", fix="a path.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{name}={short_repr(text)} is not a valid path.", fix="a path, such as runs/digits.")
+        raise OptionError(f"{option(name, short_repr(text))} is not a valid path.", fix="a path, such as runs/digits.")
     path = Path(_expand(text, name))
     # "./~x" is a folder of that name here, and pathlib leaves out the "./"
     return path.absolute() if str(path)[0] in "~$" or SCHEME.match(str(path)) else path
@@ -43,7 +43,7 @@ def as_path(value: Any, name: str) -> Path:
 
 def _expand(text: str, name: str) -> str:
     """The text with its `~` or variable replaced by what it stands for."""
-    headline = f"{name}={short_repr(text)}"
+    headline = option(name, short_repr(text))
     if variable := VARIABLE.match(text):
         key = variable[1].strip("{}")
         if not os.environ.get(key):
@@ -79,7 +79,7 @@ def output_path(value: Any, what: str, suffixes: Sequence[str], *, overwrite: bo
         raise OptionError(f'"{path}" is not the name of {what}.', fix=f'a name that ends in {" or ".join(suffixes)}, such as "{example}".')
     exists = path.exists()
     if exists and not overwrite:
-        raise OptionError(f"{path} exists.", fix="another name, or overwrite=True (--overwrite).")
+        raise OptionError(f"{path} exists.", fix=f"another name, or {option('overwrite', True)}.")
     make_folder(path.parent, OptionError)
     with wrap_os_errors(path, OptionError), contextlib.suppress(_Undone), replace_file(path):
         raise _Undone

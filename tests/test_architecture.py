@@ -34,18 +34,8 @@ def nodes_of(name):
 
 ROOMS = {"callbacks.py", "loggers.py", "losses.py", "metrics.py", "optimizers.py"}  # they only give rooms below a public name
 LEVELS = [
-    {
-        "errors.py",
-        "tree.py",
-        "rng.py",
-        "output_files.py",
-        "checksummed_files.py",
-        "xla.py",
-        "jaxpr.py",
-        "deprecated.py",
-        "specs.py",
-        "ranking.py",
-    },
+    {"errors.py", "tree.py", "rng.py", "output_files.py", "checksummed_files.py", "xla.py", "jaxpr.py", "deprecated.py", "specs.py"}
+    | {"ranking.py", "log_info.py"},
     {"user_paths.py", "render", "path_match.py", "fields.py", "explicit_arrays.py", "tracebacks.py"},
     {"wire", "program_cache"},
     {"mesh.py", "models", "layout"},

@@ -10,7 +10,7 @@ from spmd.data.features import Feature, Parser, fields_of
 from spmd.data.number_parsing import limits
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, first_line, import_extra, type_name
+from spmd.errors import DataError, OptionError, first_line, import_extra, option, quoted, type_name
 from spmd.tree import describe
 
 LEARNED = 1000  # records, at least one of which must decode
@@ -51,7 +51,7 @@ class ArrayRecordFiles(FileFormat):
                 return
             first_error = first_error or f"{self.where(record)}: {why}"
         many = f" (None of the first {most} records can be read.)" if most > 1 else ""
-        fix = 'an intact file, and a function from bytes to a dict of arrays; on_error="skip" leaves out bad records'
+        fix = f"an intact file, and a function from bytes to a dict of arrays; {option('on_error', quoted('skip'))} leaves out bad records"
         raise DataError(f"{first_error}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}.")
 
     def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
@@ -190,7 +190,7 @@ def array_record(
     """
     if (decode is None) == (features is None):
         both = "decode and features are both given" if decode is not None else "how to decode records is not given"
-        raise OptionError(f"{both}.", fix="decode=function, or features={...} where they are tf.train.Example.")
+        raise OptionError(f"{both}.", fix=f"decode=function, or {option('features', '{...}')} where they are tf.train.Example.")
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if features is not None and pad:
         raise OptionError("pad is for decode only.", fix="spmd.data.padded(...) among the features.")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
-from spmd.errors import DataError, Problem, first_line, join_names, raise_problems, short_repr, type_name
+from spmd.errors import DataError, Problem, first_line, join_names, option, raise_problems, short_repr, type_name
 from spmd.layout.fixes import spec_problems
 from spmd.layout.resolve import rule_matcher, rule_name
 from spmd.layout.schema import Layout
@@ -227,7 +227,7 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         parts += f" times {piped} microbatches of the pipeline" if piped > 1 else ""
         near = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
         why = f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."
-        problems.append(Problem(f"batch of {rows} rows", [why], f"batch_size={' or batch_size='.join(map(str, near))}."))
+        problems.append(Problem(f"batch of {rows} rows", [why], f"{' or '.join(option('batch_size', rows) for rows in near)}."))
     leaves, rules = flatten(tree), layout.batch.rules
     matching_rules = rule_matcher(rules)
     matches = {path: matching_rules(path) for path in leaves}

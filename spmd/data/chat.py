@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from spmd.data.text_files import check_text
-from spmd.errors import DataError, did_you_mean, first_line, import_extra, join_names, type_name
+from spmd.errors import DataError, did_you_mean, first_line, import_extra, join_names, option, quoted, type_name
 
 Message = dict[str, str]
 TEMPLATE = "template"  # the name that stands for the folder's template
@@ -132,7 +132,7 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateError as error:
-            fix = f"a template of jinja2, or chat= one of {join_names(formats())}."
+            fix = f"a template of jinja2, or {option('chat')} one of {join_names(formats())}."
             raise DataError(f"the tokenizer's chat template cannot be read: {first_line(error)}.", fix=fix) from error
 
     def __getstate__(self) -> dict:
@@ -191,5 +191,5 @@ def chat_format(name: str) -> ChatFormat:
       DataError: there is none of this name.
     """
     if name not in formats():
-        raise DataError(f'chat="{name}".', fix=did_you_mean(str(name), [*formats(), TEMPLATE]))
+        raise DataError(f"{option('chat', quoted(name))}.", fix=did_you_mean(str(name), [*formats(), TEMPLATE]))
     return formats()[name]

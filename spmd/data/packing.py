@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, option
 
 OPEN = 256  # rows with free space that the next document may go to: they hold neighbours in the files, which are read together
 
@@ -63,7 +63,7 @@ def pack_documents(lengths: np.ndarray, length: int, *, pack: bool = True, split
       ([3, 2, 5, 6, 3], [0, 0, 0, 0, 6], 0.208)
     """
     if length < 2:
-        raise OptionError(f"length={length}: a row needs a token and the next one.", fix="at least 2.")
+        raise OptionError(f"{option('length', length)}: a row needs a token and the next one.", fix="at least 2.")
     count = -(-lengths // length) if split else (lengths > 0).astype(np.int64)
     document = np.repeat(np.arange(len(lengths)), count)
     start = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * length

@@ -11,7 +11,7 @@ import numpy as np
 from spmd.data.number_parsing import holds
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, did_you_mean, first_line, import_extra, join_names, type_name
+from spmd.errors import DataError, OptionError, did_you_mean, first_line, import_extra, join_names, option, quoted, type_name
 
 CACHED = 32  # row groups: more than a window has runs
 MISSING, BEYOND, LENGTH = 1, 2, 3  # problems of a value
@@ -47,7 +47,7 @@ class ParquetFiles(FileFormat):
         self.fields = {name: _field(name, kind, types, lengths.get(name)) for name, kind in kinds.items()}
         for name, value in defaults.items():
             if name in self.fields and self.fields[name].shape:
-                fix = 'on_error="skip", which leaves out rows without a value'
+                fix = f"{option('on_error', quoted('skip'))}, which leaves out rows without a value"
                 raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.', fix=f"{fix}.")
             if name in self.fields and not holds(self.fields[name].dtype, value):
                 dtype = self.fields[name].dtype

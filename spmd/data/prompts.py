@@ -9,7 +9,7 @@ from spmd.data.chat import messages_of
 from spmd.data.generation_config import end_tokens
 from spmd.data.text_files import check_text
 from spmd.data.tokenize import Conversation, Tokenizer, style_of
-from spmd.errors import DataError, first_line, short_repr
+from spmd.errors import DataError, first_line, option, short_repr
 
 
 class Prompts:
@@ -52,7 +52,7 @@ class Prompts:
         try:
             rendered = self._chat.form.render(turns)
         except ValueError as error:
-            raise DataError(f"{self.tokenizer.name}: {error}.", fix="another chat= format.") from error
+            raise DataError(f"{self.tokenizer.name}: {error}.", fix=f"another {option('chat')} format.") from error
         begin, end = rendered.answers[-1]
         tokens = self._chat.reserved.findall(rendered.text[begin:end])
         ids = [self.tokenizer.id_of(token) for token in tokens[:1]]

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd.data import data_hash
 from spmd.data.shuffle import RecordOrder
-from spmd.errors import DataError, OptionError, check_integer, did_you_mean, join_names
+from spmd.errors import DataError, OptionError, check_integer, did_you_mean, join_names, option, quoted
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -89,9 +89,9 @@ class ReadOptions:
             check_integer(getattr(self, name), name, least)
             object.__setattr__(self, name, int(getattr(self, name)))  # numpy integers cannot be stored as JSON
         if self.seed >= 2**63:
-            raise OptionError(f"seed={self.seed}.", fix="a whole number below 2**63.")
+            raise OptionError(f"{option('seed', self.seed)}.", fix="a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
-            raise OptionError(f'on_error="{self.on_error}".', fix=f"{did_you_mean(str(self.on_error), ('stop', 'skip'))}")
+            raise OptionError(f"{option('on_error', quoted(self.on_error))}.", fix=f"{did_you_mean(str(self.on_error), ('stop', 'skip'))}")
         if isinstance(self.shuffle, numbers.Integral) and not isinstance(self.shuffle, bool):
             object.__setattr__(self, "shuffle", int(self.shuffle))
         RecordOrder(0, self.shuffle, self.seed)
@@ -219,7 +219,7 @@ class Records:
             if self.reading.on_error == "stop":
                 record, why = min((int(ids[rows[at]]), why) for at, why in bad.items())
                 more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
-                fix = 'repair the file, or on_error="skip", which leaves such records out and counts them'
+                fix = f"repair the file, or {option('on_error', quoted('skip'))}, which leaves such records out and counts them"
                 raise DataError(f"{self.format.where(record)}: {why}{more}", fix=f"{fix}.")
             sound = next((at for at in range(len(rows)) if at not in bad), None)
             for leaf in leaves.values():
@@ -319,7 +319,7 @@ class Batches:
 def warn_skipped(records: Records, epoch: int, skipped: int) -> None:
     """Warn of records that were skipped in an epoch."""
     if skipped:
-        text = 'epoch %d did without %d of %d records, which could not be read (on_error="skip").'
+        text = f"epoch %d did without %d of %d records, which could not be read ({option('on_error', quoted('skip'))})."
         logging.getLogger("spmd").warning(text, epoch + 1, skipped, records.examples)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from spmd.errors import OptionError, type_name
+from spmd.errors import OptionError, option, type_name
 
 BLOCKS = 16  # runs of neighbouring records in a window
 
@@ -31,7 +31,8 @@ class RecordOrder:
     def __post_init__(self):
         if not isinstance(self.shuffle, bool | int) or (not isinstance(self.shuffle, bool) and self.shuffle < 2):
             raise OptionError(
-                f"shuffle={self.shuffle!r} is {type_name(self.shuffle)}.", fix="True, False, or a window of at least 2 records."
+                f"{option('shuffle', repr(self.shuffle))} is {type_name(self.shuffle)}.",
+                fix="True, False, or a window of at least 2 records.",
             )
 
     def epoch(self, number: int) -> np.ndarray:

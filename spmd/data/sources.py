@@ -16,7 +16,7 @@ from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_
 from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, warn_skipped
 from spmd.data.shuffle import RecordOrder
-from spmd.errors import DataError, OptionError, check_integer, first_line, join_names, short_repr, type_name
+from spmd.errors import DataError, OptionError, check_integer, first_line, join_names, option, short_repr, type_name
 from spmd.models.wrap import missing_arguments
 from spmd.tree import Tree, abstract, describe, flatten
 
@@ -116,7 +116,7 @@ class IterableSource:
         self.batch_size = rows * jax.process_count()
         if batch_size is not None and batch_size != self.batch_size:
             fix = f"leave batch_size out, or yield {batch_size}."
-            raise DataError(f"batch_size={batch_size}, but the data yields batches of {self.batch_size} rows.", fix=fix)
+            raise DataError(f"{option('batch_size', batch_size)}, but the data yields batches of {self.batch_size} rows.", fix=fix)
         self._sample = _batch_shapes(sample, self.batch_size)
 
     def _iterate(self) -> Iterator:
@@ -283,7 +283,7 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
     if data is None or isinstance(data, str | os.PathLike):
         raise DataError(f"data={short_repr(data)} is {type_name(data)}, not data.", fix=_how_to_read(data))
     if shuffle is not None and not isinstance(shuffle, bool):
-        raise OptionError(f"shuffle={short_repr(shuffle)}.", fix="True, False, or None (True for arrays).")
+        raise OptionError(f"{option('shuffle', short_repr(shuffle))}.", fix="True, False, or None (True for arrays).")
     if isinstance(data, Buckets):
         raise OptionError(
             f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.",
@@ -293,7 +293,7 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
         for name, value, of_records in [("shuffle", shuffle, data.reading.shuffle), ("batch_size", batch_size, data.batch_size)]:
             if value not in (None, of_records):
                 fix = f"leave {name} out here; it is given to what reads the files."
-                raise OptionError(f"{name}={value}, but the records come with {name}={of_records}.", fix=fix)
+                raise OptionError(f"{option(name, value)}, but the records come with {name}={of_records}.", fix=fix)
         _check_size(data.examples, data.batch_size, short_ok=short_ok)
         return RecordSource(data)
     if not is_arrays(data):
@@ -315,7 +315,7 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
         shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(arrays).items())
         raise DataError(f"the data is empty: {shapes}.", fix="look at what it was read or filtered from.")
     if batch_size is None:
-        raise OptionError("batch_size is missing: arrays must be split into batches.", fix="such as batch_size=128.")
+        raise OptionError("batch_size is missing: arrays must be split into batches.", fix=f"such as {option('batch_size', 128)}.")
     check_integer(batch_size, "batch_size")
     _check_size(examples, batch_size, short_ok=short_ok)
     return ArraySource(arrays, examples, int(batch_size), shuffle is not False, seed)
@@ -332,4 +332,6 @@ def _how_to_read(data: Any) -> str:
 
 def _check_size(examples: int, batch_size: int, *, short_ok: bool) -> None:
     if examples < batch_size and not short_ok:
-        raise DataError(f"the data has {examples} examples, fewer than one batch of {batch_size}.", fix=f"batch_size={examples} or less.")
+        raise DataError(
+            f"the data has {examples} examples, fewer than one batch of {batch_size}.", fix=f"{option('batch_size', examples)} or less."
+        )

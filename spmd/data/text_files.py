@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.data.parquet_files import opened
 from spmd.data.record_index import CHUNK, RecordIndex, check_uncompressed, find_files
-from spmd.errors import DataError, OptionError, did_you_mean, first_line, join_names, short_repr, type_name
+from spmd.errors import DataError, OptionError, did_you_mean, first_line, join_names, option, quoted, short_repr, type_name
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet",)
 NEWLINE = 10
@@ -189,7 +189,10 @@ def text_of(document: dict[str, Any], field: str) -> str:
       ValueError: it is missing, or no text.
     """
     if field not in document:
-        others = {"messages": "chat= reads messages", "prompt": 'field=("prompt", "completion") reads pairs'}
+        others = {
+            "messages": f"{option('chat')} reads messages",
+            "prompt": f"{option('field', quoted('prompt'), quoted('completion'))} reads pairs",
+        }
         hint = next((f" ({how})" for name, how in others.items() if name in document), "")
         raise ValueError(f'it has no field "{field}"; it has {join_names(document, 5) or "none"}{hint}')
     return check_text(document[field], f'field "{field}"')

@@ -16,7 +16,7 @@ from spmd.data.record_index import cached_scan
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.data.text_files import Documents, open_documents
 from spmd.data.tokenize import Conversation, Encoder, Tokenizer, Tokens, style_of
-from spmd.errors import SHOWN, DataError, OptionError, Problem, check_integer, did_you_mean, raise_problems, short_repr
+from spmd.errors import SHOWN, DataError, OptionError, Problem, check_integer, did_you_mean, option, quoted, raise_problems, short_repr
 from spmd.user_paths import as_path, make_folder
 
 TOGETHER = 1024  # documents that are tokenized in one call, by threads of `tokenizers`
@@ -41,7 +41,7 @@ class TextOptions:
         object.__setattr__(self, "length", int(self.length))
         for name, known in (("loss_on", ("all", "answers")), ("long", LONG)):
             if getattr(self, name) not in known:
-                raise OptionError(f"{name}={short_repr(getattr(self, name))}.", fix=did_you_mean(str(getattr(self, name)), known))
+                raise OptionError(f"{option(name, short_repr(getattr(self, name)))}.", fix=did_you_mean(str(getattr(self, name)), known))
         if not isinstance(self.pack, bool):
             raise OptionError(f"pack={short_repr(self.pack)}.", fix="True or False.")
         if not isinstance(self.eos, bool | str) or self.eos == "":
@@ -93,7 +93,9 @@ class TextRows(FileFormat):
                 lengths[number] = -1
         if not self._skip:
             note = "more may follow" if len(self._problems) >= SHOWN else ""
-            raise_problems(DataError, 'documents cannot be used; on_error="skip" would leave them out', self._problems, note)
+            raise_problems(
+                DataError, f"documents cannot be used; {option('on_error', quoted('skip'))} would leave them out", self._problems, note
+            )
         return lengths, counted
 
     def _scan(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +121,8 @@ class TextRows(FileFormat):
         log, unread = logging.getLogger("spmd"), int((self.lengths < 0).sum())
         if unread:
             shown = "; ".join(f"{problem.where}: {problem.why[0]}" for problem in self._problems[:3])
-            log.warning('%d of %d documents cannot be used and are left out (on_error="skip"): %s', unread, len(self.lengths), shown)
+            text = f"%d of %d documents cannot be used and are left out ({option('on_error', quoted('skip'))}): %s"
+            log.warning(text, unread, len(self.lengths), shown)
         if self.truncated_tokens:
             text = 'long="truncate": %d of %d tokens, of %d documents, are beyond %d tokens and are left out.'
             total = int(self.lengths[self.lengths > 0].sum())

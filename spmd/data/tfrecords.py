@@ -13,7 +13,7 @@ from spmd.data.crc import crc32c, masked
 from spmd.data.features import Feature, Parser
 from spmd.data.record_index import RecordIndex, check_uncompressed, find_files
 from spmd.data.records import FileFormat, ReadOptions, Records
-from spmd.errors import DataError
+from spmd.errors import DataError, option, quoted
 
 HEAD, TAIL = 12, 4  # bytes around a record: its length and the checksum of that; the checksum of its data
 ALIKE = 8  # consecutive records of one length after which many more are tried at once
@@ -121,7 +121,7 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     if not count:
         check_uncompressed(path)
     if not skip:
-        rest = 'the file as it was written, or on_error="skip", which leaves out all from there on'
+        rest = f"the file as it was written, or {option('on_error', quoted('skip'))}, which leaves out all from there on"
         fix = rest if count else "a TFRecord file; nothing of this one can be read"
         raise DataError(f"{path}, record {count} (byte {at}): {why}.", fix=f"{fix}.")
     logging.getLogger("spmd").warning("%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why)

@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.data.chat import TEMPLATE, ChatFormat, ChatTemplate, Rendered, chat_format, formats, messages_of
 from spmd.data.text_files import text_of
-from spmd.errors import DataError, OptionError, first_line, import_extra, join_names, short_repr, type_name
+from spmd.errors import DataError, OptionError, first_line, import_extra, join_names, option, quoted, short_repr, type_name
 from spmd.user_paths import as_path
 
 
@@ -181,15 +181,19 @@ def style_of(field: str | Sequence[str] | None, chat: str | None, tokenizer: Tok
       DataError: an unknown format, one whose special tokens the tokenizer lacks, or a folder without a template.
     """
     if chat is not None and not isinstance(chat, str):
-        raise OptionError(f"chat={short_repr(chat)} is {type_name(chat)}.", fix=f"one of {join_names([*formats(), TEMPLATE])}.")
+        raise OptionError(f"{option('chat', short_repr(chat))} is {type_name(chat)}.", fix=f"one of {join_names([*formats(), TEMPLATE])}.")
     named = ("messages" if chat else "text") if field is None else field
     names = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, Sequence) else ()
     if len(names) not in (1, 2) or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        raise OptionError(f"field={short_repr(field)}.", fix='the name of a field, or of two, such as ("prompt", "completion").')
+        raise OptionError(f"{option('field', short_repr(field))}.", fix='the name of a field, or of two, such as ("prompt", "completion").')
     if chat is None:
         if len(names) == 1 and answers:
-            why = 'loss_on="answers", but plain text has no answers.'
-            raise OptionError(why, fix='field=("prompt", "completion"), or chat= for messages; or loss_on="all".')
+            why = f"{option('loss_on', quoted('answers'))}, but plain text has no answers."
+            raise OptionError(
+                why,
+                fix=f"{option('field', quoted('prompt'), quoted('completion'))}, or {option('chat')} for messages; "
+                f"or {option('loss_on', quoted('all'))}.",
+            )
         return PlainText(names[0]) if len(names) == 1 else Pair(names)
     if chat == TEMPLATE:
         form: ChatFormat | ChatTemplate = ChatTemplate(_template(tokenizer), tokenizer.named(), answers)
@@ -208,7 +212,9 @@ def _template(tokenizer: Tokenizer) -> str:
     if not isinstance(template, str):
         has = _formats_of(tokenizer)
         fix = (
-            f"chat= one whose special tokens the tokenizer has: {join_names(has)}" if has else "a tokenizer_config.json with chat_template"
+            f"{option('chat')} one whose special tokens the tokenizer has: {join_names(has)}"
+            if has
+            else "a tokenizer_config.json with chat_template"
         )
         raise DataError(f"{tokenizer.name} has no chat template beside it.", fix=f"{fix}.")
     return template
@@ -223,8 +229,8 @@ def _check_tokens(chat: str, tokenizer: Tokenizer) -> None:
     missing = [token for token in chat_format(chat).tokens if tokenizer.id_of(token) is None]
     if missing:
         has = _formats_of(tokenizer)
-        fix = f"chat= one whose tokens it has: {join_names(has)}" if has else "a tokenizer to which they were added"
-        raise DataError(f'chat="{chat}": {tokenizer.name} has no token {join_names(missing)}.', fix=f"{fix}.")
+        fix = f"{option('chat')} one whose tokens it has: {join_names(has)}" if has else "a tokenizer to which they were added"
+        raise DataError(f"{option('chat', quoted(chat))}: {tokenizer.name} has no token {join_names(missing)}.", fix=f"{fix}.")
 
 
 class Encoder:
@@ -277,7 +283,7 @@ class Encoder:
         except ValueError as error:
             return error
         if self.answers and not any(begin < end for begin, end in rendered.answers):
-            return ValueError('it has no answer, so nothing of it counts under loss_on="answers"')
+            return ValueError(f"it has no answer, so nothing of it counts under {option('loss_on', quoted('answers'))}")
         return rendered
 
     def _tokens(self, rendered: Rendered, encoding: Any) -> Tokens | ValueError:

@@ -15,7 +15,7 @@ import numpy as np
 from spmd.data.batches import Batch, HostBatch
 from spmd.data.retries import read_epoch
 from spmd.data.sources import ArraySource, Source
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, OptionError, option, quoted
 from spmd.wire.server.events import Events
 
 
@@ -197,7 +197,8 @@ def assign_rows(
 def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) -> Iterator[_Part]:
     for batch in batches:
         if batch.weights is not None:
-            raise DataError("records were skipped, but rows are assigned to workers in full parts.", fix='on_error="stop".')
+            fix = f"{option('on_error', quoted('stop'))}."
+            raise DataError("records were skipped, but rows are assigned to workers in full parts.", fix=fix)
         for first in range(0, batch.rows, unit):
             rows = min(unit, batch.rows - first)
             if rows < unit and drop:

@@ -16,7 +16,7 @@ from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty
 from spmd.program_cache.activate import user_chose
 from spmd.program_cache.entries import log_once, make_private
-from spmd.program_cache.folder import COMPILED_INSTEAD, distrust, machine_folder, misordered
+from spmd.program_cache.folder import distrust, machine_folder, misordered, note_misordered
 from spmd.user_paths import explain_os_error
 
 OFF = "off"  # not a problem: chosen in one process, so for all
@@ -54,8 +54,10 @@ def agree_on_folder(folder: Path | None) -> Path | None:
         text = "process %d keeps and loads no compiled programs: another process has turned that off (compile_cache=False, or JAX's cache)."
         logging.getLogger("spmd").warning(text, rank)
     if verdict and verdict != OFF and rank == 0:
-        fix = COMPILED_INSTEAD if verdict == misordered() else " compile_cache= chooses another folder."
-        log_once(Path(), verdict, f"no compiled programs are kept or loaded: {verdict}.{fix}")
+        if verdict == misordered():
+            note_misordered(folder)
+        else:
+            log_once(Path(), verdict, f"no compiled programs are kept or loaded: {verdict}. compile_cache= chooses another folder.")
     if not verdict and backend == "cpu":
         coordination.write_programs_in_every_process()
     return None if verdict else folder

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.generation_config import asked_sampling
-from spmd.errors import DataError, OptionError, check_integer, short_repr, type_name
+from spmd.errors import DataError, OptionError, check_integer, option, short_repr, type_name
 from spmd.inference.forward import to_host
 from spmd.layout.schema import Layout
 from spmd.mesh import make_mesh, outside_of_mesh
@@ -58,14 +58,19 @@ class Sampling:
 
     def __post_init__(self):
         if not _is_number(self.temperature) or self.temperature < 0:
-            raise OptionError(f"temperature={short_repr(self.temperature)}.", fix="a number from 0; 0 takes the most likely token.")
+            raise OptionError(
+                f"{option('temperature', short_repr(self.temperature))}.", fix="a number from 0; 0 takes the most likely token."
+            )
         check_integer(self.top_k, "top_k", optional=True)
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise OptionError(f"top_p={short_repr(self.top_p)}.", fix="a probability above 0, up to 1.")
+            raise OptionError(f"{option('top_p', short_repr(self.top_p))}.", fix="a probability above 0, up to 1.")
         if not _is_number(self.repetition_penalty) or self.repetition_penalty <= 0:
-            raise OptionError(f"repetition_penalty={short_repr(self.repetition_penalty)}.", fix="a number above 0; 1 changes nothing.")
+            why = f"{option('repetition_penalty', short_repr(self.repetition_penalty))}."
+            raise OptionError(why, fix="a number above 0; 1 changes nothing.")
         if self.greedy and (self.top_k is not None or self.top_p is not None):
-            raise OptionError("top_k and top_p do nothing at temperature 0, which takes the most likely token.", fix="temperature=1.0.")
+            raise OptionError(
+                "top_k and top_p do nothing at temperature 0, which takes the most likely token.", fix=f"{option('temperature', 1.0)}."
+            )
 
     @property
     def greedy(self) -> bool:
@@ -262,9 +267,9 @@ class Generator:
         ends = _stop_tokens(stop, self._vocab)
         longest = max(map(len, prompts))
         if self._longest is not None and longest + max_new_tokens > self._longest:
-            why = f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} need {longest + max_new_tokens} positions"
+            why = f"a prompt of {longest} tokens and {option('max_new_tokens', max_new_tokens)} need {longest + max_new_tokens} positions"
             room = self._longest - longest
-            fix = f"max_new_tokens={room}, or shorter prompts." if room > 0 else "shorter prompts."
+            fix = f"{option('max_new_tokens', room)}, or shorter prompts." if room > 0 else "shorter prompts."
             raise DataError(f"{why}; the model has {self._longest}.", fix=fix)
         self._report(sampling, longest + max_new_tokens)
         workers = math.prod(self._parallel.axis_size(axis) for axis in self._parallel.data)
@@ -403,7 +408,7 @@ def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
 def _stop_tokens(stop: Sequence[int], vocab: int | None) -> np.ndarray:
     """Ids as int32[count], with one that no token has: an array without elements is not what a program wants."""
     if isinstance(stop, str | bytes) or not isinstance(stop, Sequence | np.ndarray):
-        raise OptionError(f"stop={short_repr(stop)}.", fix="a list of token ids, such as [2].")
+        raise OptionError(f"{option('stop', short_repr(stop))}.", fix="a list of token ids, such as [2].")
     for token in stop:
         check_integer(token, "stop", 0)
         if vocab is not None and token >= vocab:

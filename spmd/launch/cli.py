@@ -20,12 +20,11 @@ import argparse
 import importlib
 import inspect
 import os
-import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
+from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, options_of_command, user_line
 from spmd.launch import doctor_command
 from spmd.launch.doctor_checks import spmd_version
 
@@ -38,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv[:separator] or ["--help"])
     options.rest = argv[separator + 1 :]  # for a script that the command runs
     try:
-        result = options.run(options)
+        with options_of_command(options.flags):
+            result = options.run(options)
     except SpmdError as error:
-        print(f"{type(error).__name__}: {_as_typed(str(error), vars(options))}{_line_of(error)}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error}{_line_of(error)}", file=sys.stderr)
         return 2
     if isinstance(result, int):
         return result
@@ -52,26 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _as_typed(text: str, options: Collection[str]) -> str:
-    """An error in which arguments of these names are options of the command, and which leaves out what only Python can do beside.
-
-    >>> print(_as_typed('a="x".\\n    fix: a= or batch_size=("96", "12"), as in "a=1"; or a few, a=f(1).', ["a", "batch_size"]))
-    --a "x".
-        fix: --a or --batch-size "96" --batch-size "12", as in "a=1".
-    """
-    names = "|".join(name for name in options if name != "data")  # which is also an axis of a mesh
-    text = re.sub(rf"[,;] or [^\"\n]*\b(?:{names})=[\w.]+\(.*\)(?=\.$)", "", text, flags=re.MULTILINE)
-    text = re.sub(r"spmd\.simulate_devices\((\d+)\) before .*used", r"XLA_FLAGS=--xla_force_host_platform_device_count=\1", text)
-    argument = re.compile(rf""""[^"\n]*"|\b({names})=(\(".*?"\)|"[^"]*"|'[^']*'|\.\.\.|[\w+-]+(?:\.\w+)*|(?=\s|$))""")
-
-    def typed(found: re.Match[str]) -> str:
-        flag, value = f"--{(found[1] or '').replace('_', '-')}", found[2] or ""
-        values = re.findall('"[^"]*"', value) if value.startswith("(") else [value]
-        return " ".join(f"{flag} {each}".rstrip() for each in values) if found[1] else found[0]
-
-    return re.sub(r"^(?!.*\w\().*$", lambda line: argument.sub(typed, line[0]), text, flags=re.MULTILINE)
-
-
 def _line_of(error: SpmdError) -> str:
     """The line in the user's files where the cause of an error was raised, since no traceback is shown."""
     place = user_line(error.__cause__) if error.__cause__ else ""
@@ -79,7 +59,13 @@ def _line_of(error: SpmdError) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the nearest command for one that there is not."""
+    """Suggests the nearest command for one that there is not, and gives the names of its options in `flags`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, rest = super().parse_known_args(args, namespace)
+        flags = {action.dest for action in self._actions if action.option_strings}
+        parsed.flags = flags | getattr(parsed, "flags", set())  # of the command below
+        return parsed, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action.choices, dict) and value not in action.choices:

@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace) -> tuple[str, int]:
     show_progress(f"looking for devices, {options.timeout:g} s at most")
-    found = json.loads(without_home(json.dumps(examine(as_path(options.folder, "--folder"), options.timeout), ensure_ascii=False)))
+    found = json.loads(without_home(json.dumps(examine(as_path(options.folder, "folder"), options.timeout), ensure_ascii=False)))
     show_progress("")
     wrong = problems(found)
     listed = [{"where": one.where, "why": list(one.why), "fix": one.fix} for one in wrong]

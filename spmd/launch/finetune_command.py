@@ -77,7 +77,7 @@ def _add_run_options(group: Any) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> str | int:
-    out = as_path(options.out, "--out")
+    out = as_path(options.out, "out")
     _check_options(options)
     check_free(out, PretrainedError)
 
@@ -143,7 +143,7 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
     from spmd.layout.schema import Layout
 
     if options.adapters is not None:
-        path = as_path(options.adapters, "--adapters")
+        path = as_path(options.adapters, "adapters")
         given = Layout.load(path)
         alone = Layout(given.description, train=given.train, adapters=given.adapters, use_when=given.use_when)
         if given != alone or not given.adapters:
@@ -191,11 +191,11 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _overlaps(options: argparse.Namespace) -> Iterator[Problem]:
     """Folders to be written that are in the model's folder, or a file that is read; and a checkpoint in --out."""
-    folder, out = as_path(options.folder, "FOLDER").resolve(), as_path(options.out, "--out").resolve()
-    read = {"--data": options.data, "--eval-data": options.eval_data or [], "--adapters": [options.adapters] if options.adapters else []}
-    files = {as_path(text, flag).resolve(): flag for flag, texts in read.items() for text in texts}
-    for flag, text in (("--out", options.out), ("--checkpoint", options.checkpoint)):
-        path = out if text is None else as_path(text, flag).resolve()
+    folder, out = as_path(options.folder, "FOLDER").resolve(), as_path(options.out, "out").resolve()
+    read = {"data": options.data, "eval_data": options.eval_data or [], "adapters": [options.adapters] if options.adapters else []}
+    files = {as_path(text, name).resolve(): _flag(name) for name, texts in read.items() for text in texts}
+    for name, text in (("out", options.out), ("checkpoint", options.checkpoint)):
+        path, flag = out if text is None else as_path(text, name).resolve(), _flag(name)
         if folder in (path, *path.parents):
             yield Problem(f"{flag} {text}", [f"it is in the model's folder, {options.folder}, which stays as it is."], "another folder.")
         elif path in files:

@@ -85,7 +85,7 @@ def _generate(options: argparse.Namespace) -> str | int:
 
 
 def _text(path: str) -> str:
-    file = as_path(path, "--prompt-file")
+    file = as_path(path, "prompt_file")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

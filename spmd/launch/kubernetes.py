@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd.distributed.detect_cluster import FIRST_PORT
 from spmd.distributed.exit_codes import DISAGREED, PEER, TERMINATED, USAGE
-from spmd.errors import OptionError, import_extra
+from spmd.errors import OptionError, import_extra, option
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.validation import check_environment_variables, check_pattern, check_printable, check_script_args, script_name
 
@@ -68,7 +68,7 @@ class KubernetesJob:
         if self.settings.stall and self.nodes == 1:
             raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 nodes.")
         if not math.isfinite(self.settings.grace):
-            raise OptionError(f"grace={self.settings.grace}.", fix="a finite number of seconds.")
+            raise OptionError(f"{option('grace', self.settings.grace)}.", fix="a finite number of seconds.")
         check_pattern("namespace", self.namespace, r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and -, at most 63")
         for name in ("memory", "shm"):
             check_pattern(name, getattr(self, name), QUANTITY, "a Kubernetes quantity, such as 64Gi")
@@ -111,8 +111,9 @@ def _name(argv: Sequence[str], config: KubernetesJob) -> str:
     most = LONGEST - len(f"-{config.nodes - 1}")
     if not re.fullmatch(LABEL, name) or len(name) > most:
         raise OptionError(
-            f"name={name!r}, with {len(name)} characters.",
-            fix=f"--name with at most {most} lower-case letters, digits and -, a letter first: pods are NAME-0 to NAME-{config.nodes - 1}.",
+            f"{option('name', repr(name))}, with {len(name)} characters.",
+            fix=f"{option('name')} with at most {most} lower-case letters, digits and -, a letter first: "
+            f"pods are NAME-0 to NAME-{config.nodes - 1}.",
         )
     return name
 

@@ -150,7 +150,7 @@ def _launch_on_hosts(argv: Sequence[str], options: argparse.Namespace, settings:
     from spmd.launch.ssh_launcher import SshConfig, launch_on_hosts
 
     others = {"least": options.min_hosts, "variables": tuple(options.env or ()), "settings": settings}
-    return launch_on_hosts(argv, _config(SshConfig, options, hosts=read_hosts(as_path(options.hosts, "--hosts")), **others), _log)
+    return launch_on_hosts(argv, _config(SshConfig, options, hosts=read_hosts(as_path(options.hosts, "hosts")), **others), _log)
 
 
 def _launch_slurm(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int | str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmd.errors import OptionError, SpmdError
+from spmd.errors import OptionError, SpmdError, options_of_command
 
 T = TypeVar("T")
 
@@ -65,6 +65,7 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
     for name in ("step", "steps"):
         steps.callback(setattr, Trainer, name, getattr(Trainer, name))
         setattr(Trainer, name, refuse(name))
+    steps.enter_context(options_of_command(()))  # the script's own arguments are not options of the command
     sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from spmd.distributed.timeouts import StallTimeouts
-from spmd.errors import OptionError
+from spmd.errors import OptionError, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Settings:
         check_integer("max_restarts", self.max_restarts, 10**6, least=0)
         StallTimeouts.parse(self.stall)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise OptionError(f"memory_fraction={self.memory_fraction}.", fix="more than 0, at most 1.")
+            raise OptionError(f"{option('memory_fraction', self.memory_fraction)}.", fix="more than 0, at most 1.")
         if not self.grace > 0:
-            raise OptionError(f"grace={self.grace}.", fix="a positive number of seconds.")
+            raise OptionError(f"{option('grace', self.grace)}.", fix="a positive number of seconds.")
         for name, is_given in (("memory_fraction", self.memory_fraction is not None), ("preallocate", not self.preallocate)):
             if is_given:
                 self.refuse_with_simulate(name)
@@ -45,7 +45,9 @@ class Settings:
     def refuse_with_simulate(self, name: str) -> None:
         """Refuse an option for GPUs if CPU devices are simulated."""
         if self.simulate is not None:
-            raise OptionError(f"{name}= is for GPUs, but simulate={self.simulate} simulates CPU devices.", fix="give one of the two.")
+            raise OptionError(
+                f"{option(name)} is for GPUs, but {option('simulate', self.simulate)} simulates CPU devices.", fix="give one of the two."
+            )
 
     def environment(self) -> dict[str, str]:
         """The environment variables."""
@@ -58,4 +60,4 @@ class Settings:
 def check_integer(name: str, value: int | None, most: int, *, least: int = 1) -> None:
     """Refuse a value that is not an integer in the range; None means not given."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
-        raise OptionError(f"{name}={value!r}.", fix=f"from {least} to {most}.")
+        raise OptionError(f"{option(name, repr(value))}.", fix=f"from {least} to {most}.")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd.distributed.exit_codes import TERMINATED
-from spmd.errors import OptionError
+from spmd.errors import OptionError, option
 from spmd.launch.local_launcher import MOST, check_script
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.validation import check_environment_variables, check_pattern, check_printable, check_script_args, script_name
@@ -96,7 +96,10 @@ class SlurmJob:
         check_pattern("memory", self.memory, r"\d{1,9}[KMGT]?", "of each node, such as 64G; 0 for all of it")
         check_pattern("time", self.time, TIME, "minutes, or a time such as 12:00:00 or 1-12:00:00")
         if self.time is not None and 0 < (limit := _seconds(self.time)) <= self.grace:  # 0: no limit
-            raise OptionError(f"grace={self.grace} seconds of a job that has only {limit} (time={self.time}).", fix="a longer time limit.")
+            raise OptionError(
+                f"{option('grace', self.grace)} seconds of a job that has only {limit} ({option('time', self.time)}).",
+                fix="a longer time limit.",
+            )
         check_pattern("output", self.output, PATH, "a path of letters, digits and ./%+@=,:-")
         for name in ("partition", "account", "name"):
             check_pattern(name, getattr(self, name), NAME + r"(,[\w.+-]+)*" if name == "partition" else NAME, "letters, digits and _.+-")
@@ -108,15 +111,15 @@ class SlurmJob:
     def _check_extra(self) -> None:
         """Refuse sbatch options that repeat or contradict the options of this class."""
         short = ("-J", "-N", "-n", "-c", "-t", "-p", "-A", "-o")
-        for option in self.extra:
-            check_printable("sbatch", option)
-            name = re.split(r"[=\s]", option)[0]
+        for extra in self.extra:
+            check_printable("sbatch", extra)
+            name = re.split(r"[=\s]", extra)[0]
             if name == "--array" or name[:2] == "-a":
-                raise OptionError(f'sbatch option "{option}" starts independent jobs.', fix="--nodes, or submit each job separately.")
+                raise OptionError(f'sbatch option "{extra}" starts independent jobs.', fix="--nodes, or submit each job separately.")
             if name in (*FIELDS, *OTHERS) or name[:2] in short:
-                raise OptionError(f'sbatch option "{option}": {name} has its own option here, or is already set.', fix="leave it out.")
+                raise OptionError(f'sbatch option "{extra}": {name} has its own option here, or is already set.', fix="leave it out.")
             if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
-                raise OptionError(f'sbatch option "{option}".', fix="as sbatch expects it, such as --constraint=a100.")
+                raise OptionError(f'sbatch option "{extra}".', fix="as sbatch expects it, such as --constraint=a100.")
 
     @property
     def tasks(self) -> int:
@@ -192,7 +195,8 @@ def submit(argv: Sequence[str], config: SlurmJob) -> int:
     text = script(argv, config)
     folder = Path(config.output or "").parent
     if "%" not in str(folder) and not folder.is_dir():
-        raise OptionError(f"output={config.output!r}: there is no folder {folder}, and SLURM does not create it.", fix=f"mkdir -p {folder}")
+        why = f"{option('output', repr(config.output))}: there is no folder {folder}, and SLURM does not create it."
+        raise OptionError(why, fix=f"mkdir -p {folder}")
     try:
         return subprocess.run(["sbatch"], input=text + "\n", text=True, check=False).returncode
     except FileNotFoundError:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, option
 
 RESERVED = ("PROCESSES", "PROCESS", "LOCAL_PROCESS", "LOCAL_PROCESSES", "COORDINATOR", "TOKEN", "REPORT", "ATTEMPT", "LAUNCHER", "SPARE")
 BY_OPTION = {"SPMD_STALL": "--stall", "SPMD_SIMULATE": "--simulate"}
@@ -13,13 +13,13 @@ BY_OPTION = {"SPMD_STALL": "--stall", "SPMD_SIMULATE": "--simulate"}
 def check_printable(name: str, text: str) -> None:
     """Refuse empty text and control characters, such as line ends."""
     if not text or not text.isprintable():
-        raise OptionError(f"{name}={text!r}.", fix="text on one line, without control characters.")
+        raise OptionError(f"{option(name, repr(text))}.", fix="text on one line, without control characters.")
 
 
 def check_pattern(name: str, text: str | None, pattern: str, fix: str) -> None:
     """Refuse text that does not match the pattern; None means not given."""
     if text is not None and not re.fullmatch(pattern, text, re.ASCII):
-        raise OptionError(f"{name}={text!r}.", fix=f"{fix}.")
+        raise OptionError(f"{option(name, repr(text))}.", fix=f"{fix}.")
 
 
 def check_script_is_named(words: Sequence[str], options: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from spmd.errors import Problem
+from spmd.errors import Problem, option
 from spmd.layout import fixes
 from spmd.layout.resolve import num_shards, rule_matcher, rule_name
 from spmd.layout.schema import Layout, Rule
@@ -154,7 +154,7 @@ def _fix(rules: tuple[Rule, ...], misfit: _Misfit, paths: list[str], claims: Map
     for dim, entry in enumerate(spec) if len(spec) <= len(shape) else ():
         pieces, size = num_shards((entry,), mesh), misfit.at_once[dim]
         if size % pieces and dim == 0 and shape[0] == misfit.rows:
-            sizes.append(f"batch_size={fixes.near_multiples(size * misfit.parts, pieces * misfit.parts)}")
+            sizes.append(option("batch_size", fixes.near_multiples(size * misfit.parts, pieces * misfit.parts)))
         elif size % pieces:
             sizes.append(f"dim {dim} of {fixes.near_multiples(size, pieces)}")
     return fix + (f", or {', '.join(sizes)}." if sizes else ".")

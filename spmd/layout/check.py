@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import LayoutError, Problem, closest, raise_problems
+from spmd.errors import LayoutError, Problem, closest, option, quoted, raise_problems
 from spmd.layout import fixes
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
@@ -120,7 +120,7 @@ def _axis_problems(where: str, spec: Spec, layout: Layout, mesh: MeshSpec, **at:
     lines, fix = _axis_lines(spec, mesh)
     unknown = set(spec_axes(spec)) - set(mesh.names)
     if unknown & dict(layout.mesh).keys():
-        fix = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", as the layout declares.'
+        fix = f"{option('mesh', quoted(','.join(f'{axis}={size}' for axis, size in layout.mesh)))}, as the layout declares."
     if lines:
         yield Problem(where, lines, fix, **at, kind="unknown_axis" if unknown else "repeated_axis")
 

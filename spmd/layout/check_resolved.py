@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from spmd.errors import Problem
+from spmd.errors import Problem, in_python, option, quoted
 from spmd.layout.fixes import first_names, more_names, near_multiples
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import Names, Resolved, codec_rules, default_origin, each_name, resolve
@@ -49,7 +49,7 @@ def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callabl
         target = layout.data_axes()[-1] if layout.data_axes() else mesh.names[0]  # the innermost data axis, to which its devices go
         merged = MeshSpec(tuple((mesh.sizes | {axis: 1, target: mesh.sizes[target] * mesh.sizes[axis]}).items()))
         if fits(merged):
-            fixes.insert(0, f'mesh="{str(merged).replace(" ", "")}"')
+            fixes.insert(0, option("mesh", quoted(str(merged).replace(" ", ""))))
         yield Problem(f'mesh axis "{axis}"', lines, ", or ".join(fixes) + ".", kind="unused_axis")
 
 
@@ -208,11 +208,11 @@ def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: 
     ]
     for other in sorted(smaller, key=lambda other: -other.size):
         if suffices(other):
-            fixes.append(f'fewer devices, mesh=spmd.make_mesh("{other}", devices=jax.devices()[:{other.size}])')
+            fixes.append(in_python(f'fewer devices, mesh=spmd.make_mesh("{other}", devices=jax.devices()[:{other.size}])'))
             break
     if mesh.names == ("data",):
-        fixes.append('layout="data_parallel"')
-    return f"no rule can shard the largest: {', or '.join([*fixes, allow])}."
+        fixes.append(option("layout", quoted("data_parallel")))
+    return f"no rule can shard the largest: {', or '.join(filter(None, [*fixes, allow]))}."
 
 
 def _replicated_share(resolved: Resolved) -> float:

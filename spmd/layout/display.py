@@ -8,7 +8,7 @@ from spmd.layout.gradients import GradientRule
 from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
 from spmd.layout.trained import Adapter
-from spmd.render.html import Html, folded, framed, table
+from spmd.render.html import Html, code_spans, folded, framed, table
 from spmd.specs import spec_text
 
 OTHERS = ("optimizer", "memory", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "train", "compiler")
@@ -32,7 +32,7 @@ def html_table(layout: Layout) -> Html:
     """What it is for, its rules as a table, and the file."""
     title, _, rest = one_line(layout).partition(":")
     words = f"<p><b>{html.escape(title)}</b>:{html.escape(rest)}</p>"
-    described = f"<p>{html.escape(layout.description)}</p>" if layout.description else ""
+    described = f"<p>{code_spans(layout.description)}</p>" if layout.description else ""
     described += f"<p>Use it when: {html.escape(layout.use_when)}</p>" if layout.use_when else ""
     toml = folded("as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>")
     columns = [column for column in zip(COLUMNS, *_rows(layout), strict=True) if any(column[1:])]

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmd.errors import LayoutError, closest, did_you_mean, raise_problems, short_repr, type_name
+from spmd.errors import LayoutError, closest, did_you_mean, option, quoted, raise_problems, short_repr, type_name
 from spmd.fields import as_toml, is_one_of
 from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
@@ -95,11 +95,13 @@ def load(source: str | Path | Layout) -> Layout:
         return source
     if not isinstance(source, str | Path):
         fix = f"a path to a TOML file, an spmd.Layout, or one of the shipped: {', '.join(shipped())}."
-        raise LayoutError(f"layout={short_repr(source)} is {type_name(source)}.", fix=fix)
+        raise LayoutError(f"{option('layout', short_repr(source))} is {type_name(source)}.", fix=fix)
     known = shipped()
     path = known[str(source)] if str(source) in known else as_path(source, "layout")
     if source == "auto":
-        raise LayoutError('layout="auto" is chosen by fit, which knows the batch.', fix="spmd.search(model, batch, ...).layout.")
+        raise LayoutError(
+            f"{option('layout', quoted('auto'))} is chosen by fit, which knows the batch.", fix="spmd.search(model, batch, ...).layout."
+        )
     if path.suffix != ".toml" and not os.path.isfile(path):
         fix = shipped_layout_hint(str(source)).replace("known:", "a path to a TOML file, or one of the shipped:")
         raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import linen, nnx
 
-from spmd.errors import ModelError, short_repr, type_name
+from spmd.errors import ModelError, option, short_repr, type_name
 from spmd.models.base import Model, trace_abstractly
 from spmd.models.flax_linen import LinenModel
 from spmd.models.flax_nnx import NnxModel
@@ -21,7 +21,7 @@ def wrap(model: Any) -> Model:
     """
     _check_library(model if isinstance(model, type) else type(model))
     if isinstance(model, type):
-        raise ModelError(f"model={model.__name__} is a class.", fix=f"{how_to_build(model)}.")
+        raise ModelError(f"{option('model', model.__name__)} is a class.", fix=f"{how_to_build(model)}.")
     if isinstance(model, Model):
         return model
     if isinstance(model, nnx.Module):
@@ -35,7 +35,7 @@ def wrap(model: Any) -> Model:
     if callable(model):
         return _wrap_factory(model)
     fix = "an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."
-    raise ModelError(f"model={short_repr(model)} is {type_name(model)}.", fix=fix)
+    raise ModelError(f"{option('model', short_repr(model))} is {type_name(model)}.", fix=fix)
 
 
 def how_to_build(kind: type) -> str:

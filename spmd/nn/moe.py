@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, OptionError, option
 from spmd.layout.fixes import near_multiples
 from spmd.nn.parallel_context import MIXTURE, ParallelConfig, current, manual_axes
 from spmd.tree import describe
@@ -118,7 +118,8 @@ def microbatch_notes(parallel: ParallelConfig, rows: int, count: int) -> list[st
     if count == 1 or MIXTURE not in parallel.used:
         return []
     computed = f"capacity and Routing.loss are computed for each of {count} microbatches of {rows // count} rows"
-    return [f"note: MixtureOfExperts under accumulate={count}: {computed}, and not for the {rows} rows of a batch, as with accumulate=1."]
+    of_batch = f"and not for the {rows} rows of a batch, as with {option('accumulate', 1)}"
+    return [f"note: MixtureOfExperts under {option('accumulate', count)}: {computed}, {of_batch}."]
 
 
 ROUTES = "tokens_in_groups"  # the name of a function in a traced loss

@@ -17,7 +17,7 @@ from spmd.nn.layer_order import stage_order
 from spmd.nn.layer_stack import layers_per_stage
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.pipeline_executor import from_last_stage, run_schedule
-from spmd.nn.schedule import best_chunk, make_schedule
+from spmd.nn.schedule import TIME_CHUNKS, best_chunk, make_schedule
 from spmd.nn.stacking import Layers, Repeated, run_layers, scan_layers, stack_modules, unstack_module
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
@@ -222,7 +222,7 @@ def _wavefront(parallel: ParallelConfig, cells: Cells, variables: tuple, initial
         along = jax.tree.map(lambda x: jnp.pad(x, ((0, count * chunk - time), *[(0, 0)] * (x.ndim - 1))), along)
         lengths = jnp.int32(time) if lengths is None else lengths
     row_axes = parallel.auto_row_axes(rows)
-    schedule = make_schedule("gpipe", stages=stages, microbatches=count, hop=parallel.pipeline.hop)
+    schedule = make_schedule("gpipe", stages=stages, microbatches=count, hop=parallel.pipeline.hop, unit=TIME_CHUNKS)
     parallel.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = schedule
     scatter = count % stages == 0 and count * chunk == time
     data = jax.random.key_data(key) if key is not None else None

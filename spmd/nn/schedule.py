@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from spmd.errors import OptionError, check_integer, did_you_mean
 
+MICROBATCHES, TIME_CHUNKS = "microbatches", "chunks of time"  # what a pipeline's parts are
+
 
 class Work(NamedTuple):
     """The work of a stage in a tick: the microbatch (or chunk of time), the group of layers, and the direction."""
@@ -32,6 +34,7 @@ class Schedule:
       name: "gpipe", "circular" or "1f1b".
       stages, microbatches, groups: their numbers; groups are those of one stage.
       hop: ticks until the next stage can use a result.
+      unit: the parts that `microbatches` counts, as they are printed: "chunks of time" in the wavefront of recurrent layers.
       table: [tick][stage]; None: idle.
 
     Example:
@@ -47,6 +50,7 @@ class Schedule:
     groups: int
     table: tuple[tuple[Work | None, ...], ...]
     hop: int = 1
+    unit: str = MICROBATCHES
 
     @property
     def ticks(self) -> int:
@@ -79,7 +83,7 @@ class Schedule:
 
     def __str__(self) -> str:
         head = f"{self.name}, {self.stages} stages" + (f" of {self.groups} groups" if self.groups > 1 else "")
-        lines = [f"{head}, {self.microbatches} microbatches: {self.ticks} ticks, {self.bubble:.1%} idle"]
+        lines = [f"{head}, {self.microbatches} {self.unit}: {self.ticks} ticks, {self.bubble:.1%} idle"]
         cells = [[self._cell(tick[stage]) for tick in self.table] for stage in range(self.stages)]
         width = max(len(cell) for row in cells for cell in row) + 1
         return "\n".join([*lines, *(f"{stage} |" + "".join(cell.rjust(width) for cell in row) for stage, row in enumerate(cells))])
@@ -93,7 +97,7 @@ class Schedule:
         return f"{work.microbatch}{group}{chr(39) if work.backward else ''}"
 
 
-def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1, hop: int = 1) -> Schedule:
+def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1, hop: int = 1, unit: str = MICROBATCHES) -> Schedule:
     """The schedule of this name, forward and backward.
 
     Args:
@@ -104,6 +108,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
       stages: devices of the pipeline.
       microbatches: parts of the batch.
       groups: of layers on each stage, for "circular".
+      unit: what the parts are.
 
     Returns:
       The schedule; printed, a line for each stage.
@@ -124,7 +129,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
     if name != "circular" and groups > 1:
         raise OptionError(f'schedule: groups={groups}: "{name}" has one on each stage.', fix='"circular", or groups=1.')
     orders = [ORDERS[name](stage, stages, microbatches, groups) for stage in range(stages)]
-    return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop)
+    return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop, unit)
 
 
 def _gpipe_order(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:

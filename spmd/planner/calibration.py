@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import OptionError, did_you_mean, first_line
+from spmd.errors import OptionError, did_you_mean, first_line, option, quoted
 from spmd.mesh import MeshSpec
 from spmd.planner.fit_figures import Observation, figure_of, fit, spread_of
 from spmd.planner.hlo import parse
@@ -254,7 +254,7 @@ def calibrate(
           fix: known: cpu.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise OptionError(f"seconds={seconds!r}.", fix="a number of seconds, such as 60.")
+        raise OptionError(f"{option('seconds', repr(seconds))}.", fix="a number of seconds, such as 60.")
     devices = list(jax.devices() if devices is None else devices)
     measurement = Measurement(devices, base_target(devices, like), say=say)
     measurement.run()  # the first is slower, and is not counted
@@ -290,14 +290,14 @@ def base_target(devices: Sequence[Any], like: str | None = None) -> Target:
         if base.platform != here:
             same = [key for key, target in known.items() if target.platform == here]
             why = f'describes a device of platform "{base.platform}", and here is "{here}"'
-            raise OptionError(f'like="{like}" {why}.', fix=did_you_mean(like, same))
+            raise OptionError(f"{option('like', quoted(like))} {why}.", fix=did_you_mean(like, same))
         return base
     found = known["cpu"] if here == "cpu" else of_device(kind)
     if found is None:
         near = ", ".join(key for key, target in known.items() if target.platform == here)
         raise OptionError(
             f"no shipped target describes {kind}.",
-            fix=f"like= (--like) and the target of a similar device, whose peak figures are taken: {near}; or a file of your own.",
+            fix=f"{option('like')} and the target of a similar device, whose peak figures are taken: {near}; or a file of your own.",
         )
     return found
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from spmd.errors import OptionError, type_name
+from spmd.errors import OptionError, option, type_name
 from spmd.fields import as_toml
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Layout
@@ -263,7 +263,7 @@ def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layo
         candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
         raise OptionError(
-            f"candidates={candidates!r} is {'empty' if candidates == [] else type_name(candidates)}.",
+            f"{option('candidates', repr(candidates))} is {'empty' if candidates == [] else type_name(candidates)}.",
             fix='"exact" (layouts whose updates equal those of one device), "all", or a list of layouts: ["fsdp", "my.toml"].',
         )
     return tuple(dict.fromkeys(Layout.load(layout) for layout in candidates)), {}

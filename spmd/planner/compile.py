@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from spmd.errors import CompileError, OptionError, first_line, how_to_install
+from spmd.errors import CompileError, OptionError, first_line, how_to_install, option
 from spmd.mesh import MeshSpec
 from spmd.planner import compile_client
 from spmd.planner.gpu_kernels import VERSION, gpu_of
@@ -138,7 +138,7 @@ def check_timeout(timeout: float, name: str = "timeout") -> None:
       OptionError: it is not.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
-        raise OptionError(f"{name}={timeout!r}.", fix="a positive number of seconds.")
+        raise OptionError(f"{option(name, repr(timeout))}.", fix="a positive number of seconds.")
 
 
 def _cached(folder: Path) -> tuple[str, ...] | None:

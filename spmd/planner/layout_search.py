@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.data.batches import check_batch, check_leaves
-from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError
+from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError, option, quoted
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh, outside_of_mesh
@@ -84,7 +84,7 @@ def search(
       ('data_parallel', True)
     """
     if compiles is not None and (isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1):
-        raise OptionError(f"compiles={compiles!r}.", fix="a positive integer, or None for no limit.")
+        raise OptionError(f"{option('compiles', repr(compiles))}.", fix="a positive integer, or None for no limit.")
     check_timeout(timeout)
     check_timeout(math.inf if max_seconds is None else max_seconds, "max_seconds")
     started = time.monotonic()
@@ -92,7 +92,7 @@ def search(
     layouts, left_out = chosen_layouts(candidates)
     rows = check_leaves(abstract(batch), "the batch")
     config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
-    left_out = {name: f'{why}; candidates="all" includes it' for name, why in left_out.items()}
+    left_out = {name: f"{why}; {option('candidates', quoted('all'))} includes it" for name, why in left_out.items()}
     say(f"compiling for one device, of {cluster}")
     alone = _alone(config, cluster, batch, timeout)
     if candidates in ("exact", "all"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.deprecated import warn
-from spmd.errors import MeshError
+from spmd.errors import MeshError, option, quoted
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh, outside_of_mesh
 from spmd.planner.compile import check_timeout, compiler_of
@@ -232,8 +232,8 @@ def _mesh(mesh: Any, cluster: Cluster) -> MeshSpec:
     try:
         return spec.resolve(cluster.count)
     except MeshError:
-        other = "" if -1 in spec.sizes.values() else f', or target="{spec.size}x{cluster.target.name}"'
+        other = "" if -1 in spec.sizes.values() else f", or {option('target', quoted(f'{spec.size}x{cluster.target.name}'))}"
         raise MeshError(
             f"mesh {spec} does not use the {cluster.count} devices of target {cluster} exactly.",
-            fix=f'mesh="{spec.nearest(cluster.count)}"{other}.',
+            fix=f"{option('mesh', quoted(spec.nearest(cluster.count)))}{other}.",
         ) from None

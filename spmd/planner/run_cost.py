@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from spmd.errors import OptionError, short_repr
+from spmd.errors import OptionError, option, short_repr
 from spmd.planner.plan_data import PlanData
 from spmd.render.html import aligned, filled
 from spmd.tree import flatten
@@ -131,16 +131,16 @@ def check_run(*, tokens: Any = None, rows: Any = None, steps: Any = None, price:
       OptionError: names each argument and its value.
     """
     numbers_ = {"tokens": tokens, "rows": rows, "steps": steps, "price": price}
-    wrong = [f"{name}={short_repr(value)}" for name, value in numbers_.items() if value is not None and not _positive(value)]
+    wrong = [option(name, short_repr(value)) for name, value in numbers_.items() if value is not None and not _positive(value)]
     if not wrong and steps is not None and steps != int(steps):
-        raise OptionError(f"steps={short_repr(steps)}: not a whole number.", fix=f"such as steps={math.ceil(steps)}.")
+        raise OptionError(f"{option('steps', short_repr(steps))}: not a whole number.", fix=f"such as {option('steps', math.ceil(steps))}.")
     if wrong:
-        raise OptionError(f"{', '.join(wrong)}: not a positive number.", fix="such as tokens=1e12, price=2.5.")
+        raise OptionError(f"{', '.join(wrong)}: not a positive number.", fix=f"such as {option('tokens', '1e12')}, {option('price', 2.5)}.")
     given = [name for name in ("tokens", "rows", "steps") if numbers_[name] is not None]
     if len(given) > 1:
         raise OptionError(f"{' and '.join(given)} are given, and {ONE}.", fix=f"only {given[0]}.")
     if not given and (price is not None or not optional):
-        raise OptionError(f"{ONE}, and none is given.", fix="such as tokens=1e12.")
+        raise OptionError(f"{ONE}, and none is given.", fix=f"such as {option('tokens', '1e12')}.")
 
 
 def _positive(value: Any) -> bool:
@@ -165,8 +165,11 @@ def tokens_of_row(sample: Any) -> tuple[str, int]:
     if not lengths:
         shapes = ", ".join(f"{path or 'the only array'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items())
         why = f"tokens of a row are not known: no array of the batch is one of integers [rows, tokens] ({shapes})."
-        raise OptionError(why, fix="rows=... or steps=... instead of tokens.")
+        raise OptionError(why, fix=f"{option('rows', '...')} or {option('steps', '...')} instead of tokens.")
     if len(set(lengths.values())) > 1:
         several = ", ".join(f"{path} {length:,}" for path, length in named.items())
-        raise OptionError(f"tokens of a row are not known: arrays differ ({several}).", fix="rows=... or steps=... instead of tokens.")
+        raise OptionError(
+            f"tokens of a row are not known: arrays differ ({several}).",
+            fix=f"{option('rows', '...')} or {option('steps', '...')} instead of tokens.",
+        )
     return " and ".join(named), next(iter(lengths.values()))

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, option, quoted
 from spmd.mesh import MeshSpec
 from spmd.planner.device_time import measure
 from spmd.planner.hlo import Instruction, Module, collective_kind, parse
@@ -164,7 +164,8 @@ def check_target(target: "str | Cluster | None", placed: PlacedModel) -> Cluster
     if cluster.count != count:
         kind = re.sub(r"^(\d+x)*", "", target.partition("@")[0]) if isinstance(target, str) else cluster.target.name
         raise OptionError(
-            f'Profile: target="{target}" is {cluster.count} devices, and the mesh has {count}.', fix=f'target="{count}x{kind}".'
+            f"Profile: {option('target', quoted(target))} is {cluster.count} devices, and the mesh has {count}.",
+            fix=f"{option('target', quoted(f'{count}x{kind}'))}.",
         )
     return cluster
 
@@ -263,7 +264,8 @@ def _notes(
     """Remarks on what was predicted, and on what is in which line; `waited`: seconds of a step, as those
     between steps."""
     many, notes = placed.mesh.devices.size, []
-    how = f'spmd calibrate{f" --devices {many}" if placed.platform == "cpu" else ""} --out mine.toml, then target="{many}xmine.toml".'
+    devices = f" --devices {many}" if placed.platform == "cpu" else ""
+    how = f"spmd calibrate{devices} --out mine.toml, then {option('target', quoted(f'{many}xmine.toml'))}."
     if cluster is None:
         notes.append(f"note: nothing is predicted, as no description of {placed.mesh.devices.flat[0].device_kind} is shipped: {how}")
     elif target is None and placed.platform == "cpu":

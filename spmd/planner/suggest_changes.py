@@ -6,10 +6,11 @@ from typing import Any, Generic
 
 import jax
 
-from spmd.errors import CompileError, OptionError, SpmdError, short_repr
+from spmd.errors import CompileError, OptionError, SpmdError, option, short_repr
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
+from spmd.nn.schedule import MICROBATCHES
 from spmd.planner.candidates import microbatches, remat_level, remats, update_differences
 from spmd.planner.compiler_search import trials, why_not_tuned
 from spmd.planner.plan_data import PlanData, PlanT
@@ -131,7 +132,7 @@ def changes_of(
     """Plan the changes that are known to lower a plan's largest costs: of each cost the first, then of each the second, and so on."""
     check_run(tokens=tokens, rows=rows, steps=steps, price=price, optional=True)
     if isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1:
-        raise OptionError(f"compiles={short_repr(compiles)}.", fix="a number of programs, from 1.")
+        raise OptionError(f"{option('compiles', short_repr(compiles))}.", fix="a number of programs, from 1.")
     length = {"tokens": tokens, "rows": rows, "steps": steps}
     run = run_cost(plan, **length, price=price) if any(length.values()) else None
     tried: dict[str, Change[PlanT]] = {}
@@ -320,7 +321,7 @@ def _hybrid(plan: PlanData, axis: str) -> dict[str, Any]:
 
 
 def _pipeline(plan: PlanData, cost: StepCost) -> Iterator[_Trial]:
-    for schedule in list(plan.schedules.values())[:1]:
+    for schedule in [schedule for schedule in plan.schedules.values() if schedule.unit == MICROBATCHES][:1]:
         pipeline = dataclasses.replace(plan.layout.pipeline, microbatches=2 * schedule.microbatches)
         yield _Trial(f"[pipeline] microbatches = {pipeline.microbatches}", {"layout": dataclasses.replace(plan.layout, pipeline=pipeline)})
 

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, Problem, did_you_mean, raise_problems, type_name
+from spmd.errors import OptionError, Problem, did_you_mean, option, raise_problems, type_name
 from spmd.user_paths import as_path
 
 PLATFORMS = ("cuda", "tpu", "cpu")
@@ -238,7 +238,7 @@ class Cluster:
             return value
         match = _CLUSTER.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
-            why = "the target is empty" if isinstance(value, str) else f"target={value!r} is {type_name(value)}"
+            why = "the target is empty" if isinstance(value, str) else f"{option('target', repr(value))} is {type_name(value)}"
             raise OptionError(f"{why}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         *numbers, name = match.groups()
         name, link = _split_link(name)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from spmd.distributed.consistency import raise_everywhere
-from spmd.errors import ModelError, OptionError, PretrainedError, SpmdError, did_you_mean, join_names, short_repr, type_name
+from spmd.errors import ModelError, OptionError, PretrainedError, SpmdError, did_you_mean, join_names, option, quoted, short_repr, type_name
 from spmd.layout.check import fit_layout
 from spmd.layout.schema import Layout
 from spmd.layout.unused_axes import unused_axes, without_axes
@@ -283,7 +283,7 @@ def _dtypes(dtype: str, links: list[Link], arrays: Mapping[str, Any]) -> dict[st
             dtypes[link.path] = kept
         elif asked is None and dtypes.get(link.path, stored) != stored:
             why = f"{link.path} is read from tensors of {dtypes[link.path]} and of {stored}."
-            raise PretrainedError(why, fix='dtype="float32", or another than "file".')
+            raise PretrainedError(why, fix=f'{option("dtype", quoted("float32"))}, or another than "file".')
         else:
             dtypes[link.path] = stored if asked is None else asked
     return dtypes
@@ -292,9 +292,12 @@ def _dtypes(dtype: str, links: list[Link], arrays: Mapping[str, Any]) -> dict[st
 def _as_dtype(dtype: Any) -> np.dtype:
     known = ("float32", "bfloat16", "float16", "float64", AS_FILE)
     if dtype not in known[:-1]:
-        raise OptionError(f"dtype={short_repr(dtype)}.", fix=did_you_mean(str(dtype), known))
+        raise OptionError(f"{option('dtype', short_repr(dtype))}.", fix=did_you_mean(str(dtype), known))
     if dtype == "float64" and not jax.config.read("jax_enable_x64"):
-        raise OptionError('dtype="float64", which JAX does not have unless jax_enable_x64 is set.', fix='dtype="float32".')
+        raise OptionError(
+            f"{option('dtype', quoted('float64'))}, which JAX does not have unless jax_enable_x64 is set.",
+            fix=f"{option('dtype', quoted('float32'))}.",
+        )
     return np.dtype(jnp.dtype(dtype))
 
 

@@ -7,7 +7,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from spmd.program_cache.counts import compilations
 from spmd.program_cache.entries import SCHEME, begin, log_once
-from spmd.program_cache.folder import COMPILED_INSTEAD, distrust, machine_folder, misordered
+from spmd.program_cache.folder import distrust, machine_folder, misordered, note_misordered
 
 FOLDER = "jax_compilation_cache_dir"
 # Small programs are kept too, so that a restart compiles nothing. A folder for XLA's other caches would be part of each program's key: a
@@ -51,7 +51,10 @@ def use_folder(folder: Path | None) -> None:
     part = None if folder is None else machine_folder(folder)
     why = "" if folder is None or part is None else distrust(folder, part)
     if why:
-        log_once(Path(), why, f"no compiled programs are kept or loaded: {why}.{COMPILED_INSTEAD if why == misordered() else ''}")
+        if why == misordered():
+            note_misordered(folder)
+        else:
+            log_once(Path(), why, f"no compiled programs are kept or loaded: {why}.")
         part = None
     if part is not None:
         begin(part)

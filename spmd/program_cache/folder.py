@@ -1,5 +1,6 @@
 """Which folder keeps compiled programs, and whether it can be trusted."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -12,6 +13,7 @@ import jax
 import jaxlib.version
 
 from spmd.errors import OptionError, short_repr
+from spmd.log_info import log_info
 from spmd.user_paths import as_path
 
 NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")  # what people write to turn something off, or on
@@ -98,6 +100,27 @@ def misordered() -> str:
     if jax.device_count() == 1 or not loads_wrongly():
         return ""
     return f"jaxlib {jaxlib.__version__} does not load programs for several CPU devices correctly"
+
+
+def note_misordered(folder: Path | None) -> None:
+    """Log that programs in a folder are not loaded, as `misordered` says: once on a machine, since nothing is to be done about it.
+
+    Nothing is logged of the user's own folder, unless `$SPMD_CACHE` names it: it was not asked for.
+    """
+    try:
+        usual: Path | None = cache_folder(PROGRAMS).absolute()
+    except OptionError:  # no home folder
+        usual = None
+    if folder == usual and not os.environ.get("SPMD_CACHE"):
+        return
+    if usual is not None:
+        noted = usual / f"{jaxlib.__version__}-loads-none"
+        with contextlib.suppress(OSError):  # a folder that cannot be written to: logged by each process
+            noted.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if noted.exists():
+                return
+            noted.touch()
+    log_info(f"no compiled programs are kept or loaded: {misordered()}.{COMPILED_INSTEAD}")
 
 
 def loads_wrongly() -> bool:

@@ -188,6 +188,15 @@ def filled(text: str, *, width: int | None = None) -> str:
     return "\n".join(wrap(line) if len(line) > width else line for line in text.split("\n"))
 
 
+def code_spans(text: str) -> str:
+    """A text as HTML, in which what stands between backticks is code.
+
+    >>> code_spans("sharded over `model` <all>")
+    'sharded over <code>model</code> &lt;all&gt;'
+    """
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
 def framed(body: str) -> Html:
     """HTML with the style of tables and drawings, for a page or a notebook's cell."""
     return Html(f'<div class="spmd-cell"><style>{STYLE}</style>{body}</div>')

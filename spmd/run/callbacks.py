@@ -33,7 +33,7 @@ class Info:
 
     Attributes:
       step: updates made when the metrics were measured.
-      epoch: number of the epoch, from 0.
+      epoch: number of the epoch, from 0, as in the records of loggers; the display and messages count from 1: its first is `epoch 1`.
       metrics: floats by name; in `on_step` those of this step, in `on_eval` those of the evaluation, to which a callback may add.
       rows: examples in the step's batch, over all workers.
     """

@@ -23,7 +23,7 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, did_you_mean, first_line, short_repr, type_name
+from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, did_you_mean, first_line, option, short_repr, type_name
 from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
@@ -96,7 +96,7 @@ def as_checkpoint(value: Any) -> Checkpoint | None:
         return value
     if isinstance(value, str | os.PathLike):
         return Checkpoint(as_path(value, "checkpoint"))
-    raise OptionError(f"checkpoint={short_repr(value)} is {type_name(value)}.", fix="a folder, or an spmd.Checkpoint.")
+    raise OptionError(f"{option('checkpoint', short_repr(value))} is {type_name(value)}.", fix="a folder, or an spmd.Checkpoint.")
 
 
 class _Failures(logging.Handler):

@@ -15,7 +15,7 @@ import numpy as np
 from spmd.data.sources import RECORDS_SEED
 from spmd.data.work_assignment import Position
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, OptionError, Problem, SpmdError, did_you_mean, raise_problems, short_repr
+from spmd.errors import CheckpointError, OptionError, Problem, SpmdError, did_you_mean, option, raise_problems, short_repr
 from spmd.models.frozen import join
 from spmd.nn.layer_order import StageOrder
 from spmd.path_match import covering, matches, suggest
@@ -371,12 +371,12 @@ def check_run_folder(path: str | Path) -> None:
     if here.is_dir():
         runs = [parent for parent in here.parents[:2] if here.is_relative_to(parent / "checkpoints") and CheckpointReader(parent).steps()]
         if runs and not (here / "checkpoints").is_dir():
-            why = f"checkpoint={short_repr(str(path))} is inside of the folder of a run, and not that folder."
+            why = f"{option('checkpoint', short_repr(str(path)))} is inside of the folder of a run, and not that folder."
             raise CheckpointError(why, fix=f"{runs[0]}, which it is in.")
         return
     why = blocking_file(here)
     run = next((parent for parent in here.parents if (parent / "checkpoints").is_dir()), None) if why else None
-    headline = f"checkpoint={short_repr(str(path))}: {why or 'there is no such folder'}"
+    headline = f"{option('checkpoint', short_repr(str(path)))}: {why or 'there is no such folder'}"
     if run:
         raise CheckpointError(f"{headline}, and not the folder of a run.", fix=f"{run}, which it is in.")
     raise CheckpointError(f"{headline}.", fix="the folder of a run, which fit(checkpoint=...) was given.")

@@ -14,7 +14,6 @@ from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
 from spmd.run.goodput import EVALUATING, SAVING, duration
 from spmd.run.loggers import write_record
-from spmd.run.progress import NoProgress
 from spmd.run.report_cycles import report_perturbed
 from spmd.run.schedule import Intervals
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
@@ -125,10 +124,7 @@ class Saver:
         kept = "nothing was saved, since there is no checkpoint folder: fit(checkpoint=...) names one"
         if store is not None:
             kept = f"the checkpoint is in {store.folder}, and fit(..., resume=True) resumes from it"
-        line = f"{how} after step {run.step}: {kept}."
-        self._config.progress.say(line)
-        if isinstance(self._config.progress, NoProgress):
-            logging.getLogger("spmd").warning(line)
+        self._config.progress.note(f"{how} after step {run.step}: {kept}.")
 
     def save_in_memory(self) -> None:
         """Start to write a checkpoint of the newest state to the memory of the hosts."""

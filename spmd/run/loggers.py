@@ -39,7 +39,7 @@ class Logger(Protocol):
     """
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record: "step", and numbers by name. A record without numbers describes an event, or has one of these:
+        """Write one record: "step", "epoch" from 0, and numbers by name. A record without numbers describes an event, or has one of these:
 
         "histograms": by name, the fields of `Histogram` (`fit(watch=...)`). "pictures": by name, the path of a PNG or SVG file in the run's
         folder (`info.log_picture`).

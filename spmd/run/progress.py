@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO, cast
 
 from spmd.errors import OptionError, short_repr
+from spmd.log_info import log_info
 from spmd.render.sparkline import MOST, panel, spark
 from spmd.run.work import UNKNOWN, Work, peak_memory
 from spmd.tree import format_bytes
@@ -51,6 +52,10 @@ class NoProgress:
         """Ignore the call."""
 
     start = begin = due = update = show = say = evaluated = close = _do_nothing
+
+    def note(self, line: str) -> None:
+        """Log a line that is to be seen without a display too."""
+        log_info(line)
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Nothing is shown."""
@@ -175,6 +180,10 @@ class Progress:
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
         """Each kind of progress draws its own way; the curve is shown where there is room for all the rest."""
         raise NotImplementedError  # abstract: only subclasses are made
+
+    def note(self, line: str) -> None:
+        """Print a line, also one that a run without a display logs."""
+        self.say(line)
 
     def say(self, text: str) -> None:
         """Print text that stays, wrapped between words; a longer word than the terminal, such as a path, is not split."""

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+from spmd.errors import option
 from spmd.tree import nodes
 
 
@@ -33,7 +34,7 @@ def report_perturbed(opt: Any, step: int) -> bool:
     left = _left(opt, optax.contrib.SAMState, "steps_since_sync")
     if left and jax.process_index() == 0:
         why = "step %d: perturbed weights are evaluated, of %s within an update of optax.contrib.sam; later ones are not reported."
-        fix = "eval_every=..., a multiple of its sync_period, and as many steps in an epoch."
+        fix = f"{option('eval_every', '...')}, a multiple of its sync_period, and as many steps in an epoch."
         logging.getLogger("spmd").warning(f"{why}\n    fix: {fix}", step, _last(left))
     return bool(left)
 
@@ -63,4 +64,4 @@ def _last(left: int) -> str:
 
 def _fix(step: int, left: int) -> str:
     """A length of the run that ends with an update."""
-    return f"steps={step - left}, which ends with an update." if step > left else "more steps: none has made an update."
+    return f"{option('steps', step - left)}, which ends with an update." if step > left else "more steps: none has made an update."

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from spmd.errors import DivergedError
+from spmd.errors import DivergedError, option, quoted
 from spmd.train.skipped_updates import GRAD_NORM, LEFT, LOSS_LIMIT, LOSS_SCALE, NORM_LIMIT
 
 
@@ -23,7 +23,11 @@ def report_skip(step: int, means: Mapping[str, float], last_checkpoint: str) -> 
     cause, left = skip_cause(means), int(means[LEFT])
     if left == 0:
         fix = "a lower learning rate or a clip (optax.clip_by_global_norm); a look at the data of these steps; or "
-        fix += "larger sigmas or max_in_a_row." if GRAD_NORM in means or LOSS_SCALE not in means else 'precision="bfloat16" or "float32".'
+        fix += (
+            "larger sigmas or max_in_a_row."
+            if GRAD_NORM in means or LOSS_SCALE not in means
+            else f'{option("precision", quoted("bfloat16"))} or "float32".'
+        )
         why = f"step {step}: {cause}. The update was skipped, and so were those before it, as many in a row as the optimizer allows."
         raise DivergedError(f"{why} {last_checkpoint}", fix=fix)
     if jax.process_index() == 0:

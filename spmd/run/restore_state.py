@@ -1,11 +1,11 @@
 """A state for a placed model from a checkpoint: all of it, or the arrays of the model that a pattern matches."""
 
 import dataclasses
-import logging
 
 from spmd.errors import join_names
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import loads
+from spmd.log_info import log_info
 from spmd.run.checkpoint_reader import CheckpointReader, saved_numbers
 from spmd.run.restore_comm_state import check_sync_schedule
 from spmd.run.script_numbers import ScriptNumbers
@@ -47,7 +47,7 @@ def restore_matching(placed: PlacedModel, reader: CheckpointReader, step: int, p
     state = placed.init()
     trees = {"params": state.params, "stats": state.stats, "frozen": state.frozen}
     new = [path for name, tree in trees.items() for path in flatten(tree) if f"{name}/{path}" not in restored]
-    line = "restored from step %s: %d arrays of the model that match %s; %s begin as in a new state."
-    logging.getLogger("spmd").warning(line, step, len(restored), pattern, join_names(new, 5) or "none")
+    others = join_names(new, 5) or "none"
+    log_info(f"restored from step {step}: {len(restored)} arrays of the model that match {pattern}; {others} begin as in a new state.")
     mixed = {name: map_paths(lambda path, leaf, of=name: restored.get(f"{of}/{path}", leaf), tree) for name, tree in trees.items()}
     return placed.restart(dataclasses.replace(state, **mixed))

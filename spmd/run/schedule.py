@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from spmd.errors import OptionError, check_integer
+from spmd.errors import OptionError, check_integer, option
 from spmd.run.callbacks import Callback, step_callbacks
 from spmd.run.checkpoint import Checkpoint
 
@@ -25,7 +25,9 @@ def check_length(epochs: int | None, steps: int | None) -> None:
       OptionError: both are given, or one is not a positive integer.
     """
     if epochs is not None and steps is not None:
-        raise OptionError(f"epochs={epochs} and steps={steps} both set the length of the run.", fix="give one of them.")
+        raise OptionError(
+            f"{option('epochs', epochs)} and {option('steps', steps)} both set the length of the run.", fix="give one of them."
+        )
     check_integer(epochs, "epochs", optional=True)
     check_integer(steps, "steps", optional=True)
 

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from spmd.distributed import watchdog
-from spmd.errors import OptionError, first_line, short_repr
+from spmd.errors import OptionError, first_line, option, quoted, short_repr
+from spmd.log_info import log_info
 from spmd.render.html import document
 from spmd.run.config import RunState
 from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
@@ -57,18 +58,21 @@ class Profile:
     def __post_init__(self) -> None:
         numbers = re.fullmatch(r"([0-9]+):([0-9]+)", self.steps.strip()) if isinstance(self.steps, str) else None
         if numbers is None:
-            raise OptionError(f"Profile: steps={short_repr(self.steps)}.", fix='two numbers of steps, such as "10:15".')
+            raise OptionError(f"Profile: {option('steps', short_repr(self.steps))}.", fix='two numbers of steps, such as "10:15".')
         begin, end = int(numbers[1]), int(numbers[2])
         if begin >= end:
             other = f"{end}:{begin}" if begin > end else f"{begin}:{begin + 5}"
-            raise OptionError(f'Profile: steps="{self.steps}" has no step.', fix=f'the smaller number first, such as "{other}".')
+            raise OptionError(
+                f"Profile: {option('steps', quoted(self.steps))} has no step.", fix=f'the smaller number first, such as "{other}".'
+            )
         if end - begin > MOST:
-            why = f'Profile: steps="{self.steps}" is {end - begin} steps, and at most {MOST} are traced: a trace has every operation.'
+            why = f"Profile: {option('steps', quoted(self.steps))} is {end - begin} steps, and at most {MOST} are traced"
+            why += ": a trace has every operation."
             raise OptionError(why, fix=f'fewer, such as "{begin}:{begin + 5}".')
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds <= threading.TIMEOUT_MAX:
-            raise OptionError(f"Profile: seconds={short_repr(self.seconds)}.", fix="a number above 0, such as 60.")
+            raise OptionError(f"Profile: {option('seconds', short_repr(self.seconds))}.", fix="a number above 0, such as 60.")
         if self.folder is not None:
-            object.__setattr__(self, "folder", as_path(self.folder, "Profile: folder"))
+            object.__setattr__(self, "folder", as_path(self.folder, "folder"))
         object.__setattr__(self, "_range", (begin, end))
 
     @property
@@ -231,9 +235,9 @@ class StepProfiler:
         except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
             self._warn(f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues")
             return
-        self._progress.say(str(self.profile))
         if isinstance(self._progress, NoProgress):
-            logging.getLogger("spmd").warning("profile: %s", page)
+            log_info(f"profile: {page}")
+        self._progress.say(str(self.profile))
 
     def _make_folder(self) -> Path:
         if self._options.folder is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
-from spmd.errors import DataError, LossError, SpmdError, first_line
+from spmd.errors import DataError, LossError, SpmdError, first_line, option
 from spmd.jaxpr import equations, has_convolution
 from spmd.layout.compiler import xla_options
 from spmd.layout.gradients import Gradients
@@ -58,6 +58,7 @@ from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, step_and_gradients, train_step
 from spmd.train.synchronous import Synchronous
+from spmd.train.unread_weights import unread_weight_notes
 from spmd.train.weight_average import check_average
 from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
@@ -113,13 +114,17 @@ class Program:
         self.notes += scale_notes(placed.abstract_state.opt)
         self.notes += owner_notes(placed.given_optimizer, optimized, placed.abstract_state.opt, placed.optimized, placed.mesh)
         self.notes += microbatch_notes(placed.parallel, self.rows, placed.config.accumulate)
+        trace_all = functools.partial(trace_objective, placed, self._eval_objective, sample, self.rows, Seen(placed.resolved))
+        self.notes += unread_weight_notes(placed, sample, self._jaxpr.jaxpr, lambda: trace_all()[1].jaxpr)
         self._loss_names = (LOSS, *extra)
         self.own_backward = nonlinear_backward(self._jaxpr.jaxpr) if trains else ""
         self.reading, self._checked = self._read_loss() if trains else Reading(mean=True), False
         self.notes += [] if self.reading.mean else [self.reading.note()]
         if self.reading.averages and placed.config.accumulate > 1:
             rows = f"the {self.rows // placed.config.accumulate} rows of a microbatch, not over the {self.rows} of the batch"
-            self.notes.append(f"note: a module such as BatchNorm averages over {rows}, as accumulate={placed.config.accumulate} asks for.")
+            self.notes.append(
+                f"note: a module such as BatchNorm averages over {rows}, as {option('accumulate', placed.config.accumulate)} asks for."
+            )
         of_step = (*placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         of_step += measured_names(placed.abstract_state.opt)
         check_names(self._loss_names, of_step)

@@ -2,7 +2,6 @@
 what to compile with instead, where XLA fails with some.
 """
 
-import logging
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import jaxlib
 from spmd.errors import LayoutError, Problem, first_line, raise_problems
 from spmd.fields import as_toml
 from spmd.layout.compiler import TRITON, UNROLLING, XLA_NAMES, Compiler
+from spmd.log_info import log_info
 
 TRITON_ERROR = "Couldn't find output tile sizes"
 BUFFERING, BUFFERING_ERROR = XLA_NAMES["double_buffering"][0], "is not scheduled after its control predecessor"
@@ -103,6 +103,5 @@ def without_buffering(error: RuntimeError, options: Mapping[str, Any], compiler:
     retry = other_options(str(error), options, compiler.chosen)
     if BUFFERING not in retry.get("options", {}):
         raise error
-    text = "note: compiled again without double buffering, because XLA failed: %s; %s."
-    logging.getLogger("spmd").warning(text, retry["retried"], AT_ONCE)
+    log_info(f"note: compiled again without double buffering, because XLA failed: {retry['retried']}; {AT_ONCE}.")
     return {**options, **retry["options"]}

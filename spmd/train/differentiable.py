@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.errors import LossError
+from spmd.errors import LossError, option, quoted
 from spmd.jaxpr import equations
 
 FLAT = frozenset("stop_gradient argmax argmin sign floor ceil round eq ne lt le gt ge is_finite not and or xor".split())  # gradient zero
@@ -54,4 +54,7 @@ def check_products(jaxpr: Any, platform: str) -> None:
     asked = lax.DotAlgorithmPreset.F16_F16_F32
     if platform == "cpu" and any(found.params.get("precision") is asked for found in equations(jaxpr)):
         why = "the model computes jax.nn.dot_product_attention in float16, which JAX does not compile for CPUs."
-        raise LossError(why, fix='precision="bfloat16" or "float32" on CPUs; plans for a GPU (--target) and runs on one take float16.')
+        raise LossError(
+            why,
+            fix=f'{option("precision", quoted("bfloat16"))} or "float32" on CPUs; plans for a GPU (--target) and runs on one take float16.',
+        )

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.errors import ModelError, OptionError, short_repr
+from spmd.errors import ModelError, OptionError, option, short_repr
 from spmd.layout.check import fit_layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
@@ -89,9 +89,9 @@ def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0
     """
     compute_dtype(precision)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise OptionError(f"accumulate={short_repr(accumulate)}.", fix="a number of microbatches, from 1.")
+        raise OptionError(f"{option('accumulate', short_repr(accumulate))}.", fix="a number of microbatches, from 1.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise OptionError(f"seed={short_repr(seed)}.", fix="a whole number from 0 to 2**32 - 1.")
+        raise OptionError(f"{option('seed', short_repr(seed))}.", fix="a whole number from 0 to 2**32 - 1.")
 
 
 class PlacedModel:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.errors import OptimizerError
+from spmd.errors import OptimizerError, option, quoted
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.loss_scale import LossScale
 from spmd.train.spike_skip import SpikeSkip
@@ -82,7 +82,7 @@ def check_skips(opt: Any, sync: GradientSync) -> None:
     for node in nodes(opt):
         if not isinstance(node, SpikeSkip | LossScale):
             continue
-        name = "skip_spikes" if isinstance(node, SpikeSkip) else 'scale_loss, which precision="float16" needs,'
+        name = "skip_spikes" if isinstance(node, SpikeSkip) else f"scale_loss, which {option('precision', quoted('float16'))} needs,"
         if sync.local or sync.asynchronous:
             mode = sync.resolved.layout.parameter_server.mode
             why = f'under a parameter server in mode "{mode}", workers or servers make updates of their own, and would decide differently.'
@@ -101,5 +101,5 @@ def check_loss_scale(opt: Any, precision: str) -> None:
       OptimizerError: the precision needs none.
     """
     if loss_scale(opt) and precision != "float16":
-        why = f'scale_loss is for gradients in float16, and precision="{precision}" has the range of float32.'
-        raise OptimizerError(why, fix='the optimizer alone; or precision="float16".')
+        why = f"scale_loss is for gradients in float16, and {option('precision', quoted(precision))} has the range of float32."
+        raise OptimizerError(why, fix=f"the optimizer alone; or {option('precision', quoted('float16'))}.")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from spmd.errors import OptionError, import_extra
-from spmd.nn.schedule import Schedule
+from spmd.nn.schedule import MICROBATCHES, TIME_CHUNKS, Schedule
 from spmd.render.picture import Picture
 
 FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#80808040"  # of the first group of layers, and of the last
@@ -59,12 +59,14 @@ def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):
         _panel(axes, pipeline, numbered=cells <= LEGIBLE)
         axes.set_title(title or pipeline.name, loc="left", fontsize=11)
-        unit = "microbatches" if pipeline.groups == 1 else "activations of a group"
+        unit = pipeline.unit if pipeline.groups == 1 else "activations of a group"
         kept = f", at most {max(pipeline.in_flight)} {unit} kept" if any(w and w.backward for tick in pipeline.table for w in tick) else ""
         part = f" of 1/{pipeline.groups} of the length" if pipeline.groups > 1 else ""
         axes.set_title(f"{pipeline.ticks} ticks{part}, {pipeline.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#808080")
     panels[-1].set_xlim(0, length)
-    panels[-1].set_xlabel("time, in passes of a microbatch through a stage's layers", fontsize=9)
+    units = {pipeline.unit for pipeline in schedules.values()}
+    part = "a microbatch" if units == {MICROBATCHES} else "a chunk of time" if units == {TIME_CHUNKS} else "a part"
+    panels[-1].set_xlabel(f"time, in passes of {part} through a stage's layers", fontsize=9)
     return figure
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from spmd.api import Result
 from spmd.errors import CheckpointError, OptionError, short_repr, type_name
 from spmd.layout.summary import COLUMNS, notes, rows
-from spmd.render.html import document, folded, framed, table
+from spmd.render.html import code_spans, document, folded, framed, table
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.checkpoint_reader import check_run_folder
 from spmd.run.goodput import TRAINING, duration
@@ -72,7 +72,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     steps = f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, {resolved.workers} workers"
     lead = f"{layout.source}: {layout.description} {steps}; gradients are reduced by {layout.gradients.reduction}."
     sections = [
-        f"<h1>{html.escape(title)}</h1>\n{_headline(result)}\n<p>{html.escape(lead)}</p>",
+        f"<h1>{html.escape(title)}</h1>\n{_headline(result)}\n<p>{code_spans(lead)}</p>",
         f"<h2>Curves</h2>\n<p>Lines are training steps, dots are evaluations.</p>\n{_curves(result)}",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
         f"<h2>Time</h2>\n{result.goodput._repr_html_()}" if result.goodput is not None else "",
@@ -94,7 +94,7 @@ def _headline(result: Result) -> str:
     evaluated = {name: value for row in history.evaluations[-1:] for name, value in row.items() if name != "step"}
     figures = {name.replace("eval_", "evaluation "): f"{value:.4g}" for name, value in (evaluated or last).items()}
     if goodput is not None:
-        figures |= {"time": duration(goodput.seconds), "of it training": f"{100 * goodput.share(TRAINING):.0f} %"}
+        figures |= {"time": duration(goodput.seconds), "spent training": f"{100 * goodput.share(TRAINING):.0f} %"}
     if result.samples_per_second is not None:
         figures["samples/s, training"] = f"{result.samples_per_second:,.0f}"
     parts = (f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in figures.items())

@@ -255,6 +255,14 @@ ERRORS = {
         f"{CHECK}plain --mesh data:4",
         'MeshError: mesh "data:4": "data:4" is not NAME=SIZE.\n    fix: write it like "data=4,model=2".',
     ),
+    "axis with the name of an option": (
+        "layouts check tensor_parallel --model models:plain --mesh data=4,model=-1",
+        "OptionError: mesh data=4, model=-1: -1 stands for the remaining devices, and a check uses none.\n    fix: --mesh data=4,model=8.",
+    ),
+    "axis with the name of an option that does not fit": (
+        "layouts check tensor_parallel --model models:plain --mesh data=4,model=2",
+        "LayoutError: layouts/tensor_parallel.toml does not fit this model on mesh data=4, model=2",
+    ),
     "does not fit": (
         "layouts check tensor_parallel --model models:plain --mesh data=4,modle=2",
         "LayoutError: layouts/tensor_parallel.toml does not fit this model on mesh data=4, modle=2",
@@ -267,6 +275,13 @@ def test_error_is_printed_without_traceback(spmd_command, words, text):
     code, out, err = spmd_command(words)
     assert (code, out) == (2, "")
     assert err.startswith(text) if text.startswith("LayoutError") else err == f"{text}\n"
+
+
+def test_errors_of_a_script_are_in_python(spmd_command, tmp_path):
+    (tmp_path / "script.py").write_text('import spmd\nspmd.Profile(steps="4:2")\n')
+    refused = """OptionError: Profile: {} has no step.\n    fix: the smaller number first, such as "2:4".\n"""
+    assert spmd_command("profile script.py") == (2, "", refused.format('steps="4:2"'))
+    assert spmd_command("profile script.py --steps 4:2") == (2, "", refused.format('--steps "4:2"'))
 
 
 def test_error_names_the_line_of_an_untraceable_model(spmd_command):

@@ -190,7 +190,7 @@ def test_bad_job_options_are_refused(options, message):
         (
             ["train.py"],
             "Train",
-            "name='Train', with 5 characters.\n    fix: --name with at most 61 lower-case letters, digits and -, a letter first:",
+            "name='Train', with 5 characters.\n    fix: name= with at most 61 lower-case letters, digits and -, a letter first:",
         ),
         (["train.py"], "1st", "name='1st'"),
         (["train.py"], "x-", "name='x-'"),

@@ -37,6 +37,8 @@ def test_a_pipeline_is_the_stack(plain, kind, mesh):
     assert relative_difference(grads, plain[kind][1]) <= 1e-5
     (schedule,) = how.schedules.values()
     assert schedule.stages == mesh[1] and schedule.microbatches > 1
+    parts = "chunks of time" if kind in ("lstm", "gru") else "microbatches"
+    assert f", {schedule.microbatches} {parts}: " in str(schedule)
 
 
 @pytest.mark.system

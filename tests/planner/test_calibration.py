@@ -152,7 +152,7 @@ def test_calibration_prints_programs_and_figures():
 def test_existing_files_are_not_overwritten(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("mine")
-    with pytest.raises(OptionError, match=r"exists\.(.|\n)*--overwrite"):
+    with pytest.raises(OptionError, match=r"exists\.\n    fix: another name, or overwrite=True\."):
         measured().save(path)
     assert path.read_text() == "mine"
     assert measured().save(path, overwrite=True).read_text().startswith("title")
@@ -176,7 +176,11 @@ def test_base_target_is_that_of_the_device():
         ([], None, "devices: none"),
         ([device(), device("cpu", "cpu")], None, r"NVIDIA H100 80GB HBM3 \(gpu\), cpu \(cpu\)"),
         ([device(), device(process=1)], None, "of one process"),
-        ([device(kind="NVIDIA H800")], None, r"no shipped target describes NVIDIA H800(.|\n)*--like(.|\n)*h100"),
+        (
+            [device(kind="NVIDIA H800")],
+            None,
+            r"no shipped target describes NVIDIA H800\.\n    fix: like= and the target of a similar device(.|\n)*h100",
+        ),
         ([device("tpu", "TPU v5 lite")], None, r"no shipped target describes TPU v5 lite(.|\n)*tpu_v5e"),
         ([device("cpu", "cpu")], "h100", r'platform "cuda", and here is "cpu"'),
         ([device()], "h101", r'no target "h101"(.|\n)*h100'),

@@ -243,14 +243,22 @@ def test_training_step_from_the_cache_computes_as_the_compiled_one(jax_cache, mo
 
 def test_jaxlib_that_loads_programs_wrongly_loads_none(jax_cache, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(folders, "MISORDERED", (0, 10))
-    for _ in range(2):
+    monkeypatch.delenv("SPMD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    use_folder(choose_folder(None, None))
+    assert active_folder() is None and not caplog.text  # it was not asked for
+    for _ in range(2):  # the second as another process on this machine
+        monkeypatch.setattr(entries, "_logged", set())
         use_folder(tmp_path)
     assert active_folder() is None and add(19.5).compiled == 1
     said = (
         f"no compiled programs are kept or loaded: jaxlib {jaxlib.__version__} does not load programs for several CPU devices correctly. "
     )
     said += "This run compiles its programs, so its results are right; only starts take longer."
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count(said) == 1 and caplog.records[0].levelname == "INFO"
+    monkeypatch.setattr(jaxlib, "__version__", "0.13.0")
+    use_folder(tmp_path)
+    assert "jaxlib 0.13.0 does not load" in caplog.text
     jax.config.update(activate.FOLDER, str(tmp_path))  # the user's choice: it stays, with a warning
     use_folder(None)
     assert (

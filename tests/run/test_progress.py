@@ -1,6 +1,7 @@
 """Live progress: silent without a terminal, a bar in a terminal, plain lines on request."""
 
 import io
+import logging
 import os
 import re
 import threading
@@ -12,6 +13,7 @@ from rich.console import Console
 from small import fit, numbers
 
 from spmd.errors import CallbackError, OptionError
+from spmd.log_info import log_info
 from spmd.run import progress
 from spmd.run.progress import NoProgress, Pace, Progress, make_progress
 
@@ -103,7 +105,21 @@ def test_resumed_run_says_so_without_a_terminal(tmp_path, caplog):
     fit(steps=2, checkpoint=tmp_path)
     assert "resumed" not in caplog.text
     fit(steps=3, checkpoint=tmp_path, resume=True)
-    assert [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()] == [f"resumed from step 2 of {tmp_path}"]
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records if "resumed" in record.getMessage()]
+    assert lines == [("INFO", f"resumed from step 2 of {tmp_path}")]
+
+
+def test_info_is_shown_where_warnings_are(caplog, capfd, monkeypatch):
+    logger = logging.getLogger("spmd")
+    log_info("100 % seen")
+    monkeypatch.setattr(logger, "hasHandlers", lambda: False)  # as in a script where nothing has set up logging
+    log_info("printed")
+    for level in (logging.WARNING, logging.ERROR):  # which the user has chosen
+        monkeypatch.setattr(logger, "level", level)
+        logger.manager._clear_cache()
+        log_info("not seen")
+    logger.manager._clear_cache()
+    assert caplog.messages == ["100 % seen"] and capfd.readouterr() == ("", "printed\n")
 
 
 def test_a_terminal_shows_a_bar(console, monkeypatch):

@@ -43,7 +43,10 @@ class Reader(html.parser.HTMLParser):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     layout = spmd.Layout(
-        description=EVIL, params=(spmd.Rule("w<b>", ("data", "model")),), source="<i>mine</i>", default=spmd.Default("replicate")
+        description=f"{EVIL} over `model`.",
+        params=(spmd.Rule("w<b>", ("data", "model")),),
+        source="<i>mine</i>",
+        default=spmd.Default("replicate"),
     )
     model = spmd.FunctionalModel(lambda key: {"w<b>": jnp.zeros((8, 2)), "b": jnp.zeros(2)}, lambda p, x: x @ p["w<b>"] + p["b"])
     data = np.ones((16, 8), np.float32), np.ones((16, 2), np.float32)
@@ -77,13 +80,14 @@ def test_page_opens_with_the_headline(run, tmp_path):
     result, folder = run
     text = Reader(viz.report(result, tmp_path / "report.html", title="A & B", checkpoint=folder).read_text(encoding="utf-8")).text
     loss, rate = result.history["eval_loss"][-1], result.samples_per_second
-    places = [text.index(word) for word in (f"{loss:.4g}", "of it training", f"{rate:,.0f}", "Curves", "measured in")]
+    places = [text.index(word) for word in (f"{loss:.4g}", "spent training", f"{rate:,.0f}", "Curves", "measured in")]
     assert places == sorted(places) and jax.__version__ in text
 
 
 def test_page_says_what_was_run(run, tmp_path):
     result, folder = run
     text = Reader(viz.report(result, tmp_path / "report.html", title="A & B", checkpoint=folder).read_text(encoding="utf-8")).text
+    assert f"{EVIL} over model." in text  # code, without its backticks
     assert "A & B" in text and EVIL in text and "<i>mine</i>" in text and "w<b>" in text  # shown as text, not as tags
     assert "4 steps on 8 devices, 4 workers; gradients are reduced by compiler." in text
     assert f"{result.history['loss'][-1]:.6g}" in text and f"{result.history['eval_loss'][-1]:.6g}" in text

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from spmd.errors import LossError, ModelError
+from spmd.errors import LossError, ModelError, option
 from spmd.jaxpr import without_unused
 from spmd.models.base import Call, Variables
 from spmd.models.blocks import NamedBlocks
@@ -143,7 +143,7 @@ def check_reading(reading: Reading, parts: Parts, source: str, rows: int, *, alo
     if not why:
         return
     changes = {
-        "accumulate=1": {"microbatches": 1},
+        option("accumulate", 1): {"microbatches": 1},
         '[pipeline] schedule = "gpipe"': {"ticks": False},
         BY_COMPILER: {"workers": 1, "simulated": 1},
     }
