@@ -292,7 +292,8 @@ class Server:
         if SCENARIOS[scenario].look is not None:
             how, reader = self._read(scenario, "look")
             expected = how == "raised" and SCENARIOS[scenario].may_miss and reader.error()["expected"] and not ended
-            if how == "done" and (why := difference(reader.arrays(), wanted, complete=complete)):
+            left = reader.arrays() if how == "done" else {}
+            if why := difference(left, {name: wanted[name] for name in left if name in wanted}, complete=complete):
                 return WRONG, f"what is left: {why}"
             if how != "done" and not expected:
                 return (HANG if how == "hang" else WRONG), f"what is left ({how}): {reader.printed()}"

@@ -94,6 +94,13 @@ def begin(folder: Path, copies: Path | None, log: Path, fault: Fault | None, at:
     function(str(folder).encode(), kept, str(log).encode(), fault.kinds, fault.action, fault.error, at, fault.always)
 
 
+def end() -> None:
+    """Let all later calls of this process pass; nothing where the library is not loaded, as in a test of a scenario alone."""
+    function = getattr(ctypes.CDLL(None), "faults_end", None)
+    if function is not None:
+        function()
+
+
 def read_log(log: Path) -> list[Call]:
     """The calls of a log, in their order."""
     calls = []

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("SPMD_TEST_FLAGS", "")
@@ -33,7 +33,19 @@ HERE = Path(__file__).parent
 COLUMNS = ("right", "error with path", "wrong", "not resumable", "hang", "error without path")
 BAD = COLUMNS[2:]
 ROOM = 256 << 20  # bytes for compiled programs and runs
-SCENARIOS = ("train", "best", "memory", "resume")  # of fault_scenarios.py, which imports JAX
+SCENARIOS = (
+    "train",
+    "best",
+    "memory",
+    "resume",
+    "sweep",
+    "export",
+    "weights",
+    "adapters",
+    "index",
+    "programs",
+    "overwrite",
+)  # of fault_scenarios.py, which imports JAX
 
 
 class Servers:
@@ -83,13 +95,18 @@ def in_memory() -> Path | None:
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > ROOM else None
 
 
-def cases(servers: Servers, scenarios: Sequence[str], faults: Sequence[str], every: int) -> list[dict]:
-    """The requests for every n-th call of each scenario and fault, and for a loss of power after the end."""
+def every_nth(every: int) -> Callable[[int], Iterable[int]]:
+    """A choice of calls, from how many there are."""
+    return lambda count: range(1, count + 1, every)
+
+
+def cases(servers: Servers, scenarios: Sequence[str], faults: Sequence[str], choose: Callable[[int], Iterable[int]]) -> list[dict]:
+    """The requests for chosen calls of each scenario and fault, and for a loss of power after the end."""
     requests = []
     for scenario in scenarios:
         counts = servers.ask(scenario=scenario)
         for fault in faults:
-            numbers = [*range(1, counts[fault] + 1, every), *([0] if fault == "power" else [])]
+            numbers = [*choose(counts[fault]), *([0] if fault == "power" else [])]
             requests += [{"scenario": scenario, "fault": fault, "at": at} for at in numbers]
     return requests
 
@@ -107,17 +124,18 @@ def table(results: Iterable[tuple[dict, dict]]) -> str:
     return "\n".join(lines)
 
 
-def sweep(scenarios: Sequence[str], faults: Sequence[str], every: int, jobs: int) -> Iterator[tuple[dict, dict]]:
+def sweep(
+    scenarios: Sequence[str], faults: Sequence[str], choose: Callable[[int], Iterable[int]], jobs: int = 2
+) -> Iterator[tuple[dict, dict]]:
     """Each request with its verdict, as they come."""
     with tempfile.TemporaryDirectory(prefix="spmd-faults-", dir=in_memory()) as folder:
-        servers = Servers(Path(folder).resolve(), jobs)
+        servers, pool = Servers(Path(folder).resolve(), jobs), concurrent.futures.ThreadPoolExecutor(jobs)
         try:
-            requests = cases(servers, scenarios, faults, every)
-            with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-                started = {pool.submit(servers.ask, **request): request for request in requests}
-                for done in concurrent.futures.as_completed(started):
-                    yield started[done], done.result()
+            started = {pool.submit(servers.ask, **request): request for request in cases(servers, scenarios, faults, choose)}
+            for done in concurrent.futures.as_completed(started):
+                yield started[done], done.result()
         finally:
+            pool.shutdown(wait=False, cancel_futures=True)
             servers.close()
 
 
@@ -133,7 +151,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for all cases, as lines of JSON")
     options = parser.parse_args()
     results = []
-    for request, verdict in sweep(options.scenario or SCENARIOS, options.fault or list(fault_shim.FAULTS), options.every, options.jobs):
+    scenarios, faults = options.scenario or SCENARIOS, options.fault or list(fault_shim.FAULTS)
+    for request, verdict in sweep(scenarios, faults, every_nth(options.every), options.jobs):
         results.append((request, verdict))
         if options.out:
             with options.out.open("a", encoding="utf-8") as out:
