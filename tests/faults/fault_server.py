@@ -212,7 +212,7 @@ class Server:
         self._copies.mkdir()
         self._log.unlink(missing_ok=True)
         process = Process(self._own, "run")
-        copies = str(self._copies) if fault == "power" else ""
+        copies = str(self._copies) if fault and FAULTS[fault].power else ""
         ended = process.ask(
             limit, scenario=scenario, what="run", root=str(self._root), log=str(self._log), copies=copies, fault=fault, at=at
         )
@@ -273,12 +273,14 @@ class Server:
             wanted = dict(stored)
         if ended == "done" and (why := difference(process.arrays(), wanted, complete=True)):
             return Verdict(WRONG, call, "", f"the run with the fault: {why}")
-        if fault == "power":
-            power_loss.lose_power(self._root, power_loss.before(self._shared / f"prepared-{scenario}"), self._copies, calls)
+        power = FAULTS[fault].power
+        if power:
+            before = power_loss.before(self._shared / f"prepared-{scenario}")
+            power_loss.lose_power(self._root, before, self._copies, calls, names=FAULTS[fault].names)
             if SCENARIOS[scenario].lost:
                 shutil.rmtree(self._root / SCENARIOS[scenario].lost, ignore_errors=True)
-        saved = saved_step(self._shared / f"prepared-{scenario}", calls, durable=fault == "power")
-        wrong = self._after(scenario, wanted, saved, complete=fault != "power", ended=at == 0)
+        saved = saved_step(self._shared / f"prepared-{scenario}", calls, durable=power)
+        wrong = self._after(scenario, wanted, saved, complete=not power, ended=at == 0)
         if wrong is not None:
             return Verdict(wrong[0], call, error, wrong[1])
         if code not in (0, -signal.SIGKILL if FAULTS[fault].action == fault_shim.KILL else 0):

@@ -29,12 +29,15 @@ class Fault:
       action: FAIL, SHORTEN or KILL.
       error: the errno of FAIL.
       always: to all of these calls from the n-th on, not only to the n-th.
+      power: the power is lost, too, and with it what was not synced; `names`: of names, too.
     """
 
     kinds: int
     action: int
     error: int = 0
     always: bool = False
+    power: bool = False
+    names: bool = False
 
 
 FAULTS = {
@@ -43,7 +46,8 @@ FAULTS = {
     "eio": Fault(2 * LINK - 1, FAIL, errno.EIO),
     "short": Fault(WRITE, SHORTEN),
     "kill": Fault(CHANGES, KILL),
-    "power": Fault(CHANGES | SYNC, KILL),
+    "power": Fault(CHANGES | SYNC, KILL, power=True, names=True),
+    "emptied": Fault(CHANGES | SYNC, KILL, power=True),
 }
 
 

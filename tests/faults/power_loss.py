@@ -1,7 +1,8 @@
 """What is on disk after a loss of power, in the worst case: what was not synced is lost.
 
 A file whose contents have changed since they were synced is empty. A new name, of `open`, `mkdir`, `link` or `rename`, is there only if its
-folder was synced later; the old name of a rename that was lost is there, and a file that it replaced. A deletion is on disk at once.
+folder was synced later; the old name of a rename that was lost is there, and a file that it replaced. A deletion is on disk at once. Or all
+names are on disk, and only contents are lost: a file system may write them in any order.
 """
 
 import dataclasses
@@ -118,12 +119,12 @@ def _sources(node: Node, path: Path, sources: dict[int, Path]) -> dict[int, Path
     return sources
 
 
-def _write(node: Node, target: Path, sources: dict[int, Path]) -> None:
+def _write(node: Node, target: Path, sources: dict[int, Path], names: bool) -> None:
     source = sources.get(id(node), node.kept)
     if node.now is not None:
         target.mkdir()
-        for name, inner in node.disk.items():
-            _write(inner, target / name, sources)
+        for name, inner in (node.disk if names else node.now).items():
+            _write(inner, target / name, sources, names)
     elif node.synced:
         shutil.copy2(source, target, follow_symlinks=False)
     else:
@@ -131,7 +132,7 @@ def _write(node: Node, target: Path, sources: dict[int, Path]) -> None:
         shutil.copystat(source, target)
 
 
-def lose_power(root: Path, tree: Node, copies: Path, calls: list[Call]) -> None:
+def lose_power(root: Path, tree: Node, copies: Path, calls: list[Call], *, names: bool = True) -> None:
     """Replace a folder by what is on disk after the calls.
 
     Args:
@@ -139,6 +140,7 @@ def lose_power(root: Path, tree: Node, copies: Path, calls: list[Call]) -> None:
       tree: `before` of it.
       copies: the folder of what renames replaced.
       calls: of the log; the one that was killed was not made.
+      names: those that were not synced are lost, too.
     """
     disk = Disk(root, tree, copies)
     for call in calls:
@@ -146,5 +148,5 @@ def lose_power(root: Path, tree: Node, copies: Path, calls: list[Call]) -> None:
             disk.apply(call)
     seen = root.with_name(f"{root.name}.seen")
     root.rename(seen)
-    _write(disk.tree, root, _sources(disk.tree, seen, {}))
+    _write(disk.tree, root, _sources(disk.tree, seen, {}), names)
     shutil.rmtree(seen)

@@ -3,8 +3,8 @@
     python tests/faults/sweep.py [--scenario train] [--fault enospc] [--every 10] [--jobs 2]
 
 Faults: "enospc" (no space, for one call), "full" (no space from this call on), "eio" (an input/output error), "short" (half is written),
-"kill" (the process is killed before the call), "power" (the power is lost before the call, and what was not synced: `power_loss.py`). After
-each, the run is resumed, or the action repeated, without faults. The exit code is 1 if a case is wrong, cannot be resumed, hangs for 10
+"kill" (the process is killed before the call), "power" (the power is lost before the call, and what was not synced: `power_loss.py`), "emptied"
+(only contents of files are lost with it). After each, the run is resumed, or the action repeated, without faults. The exit code is 1 if a case is wrong, cannot be resumed, hangs for 10
 seconds, or ends with an error that does not name a path.
 """
 
@@ -106,7 +106,7 @@ def cases(servers: Servers, scenarios: Sequence[str], faults: Sequence[str], cho
     for scenario in scenarios:
         counts = servers.ask(scenario=scenario)
         for fault in faults:
-            numbers = [*choose(counts[fault]), *([0] if fault == "power" else [])]
+            numbers = [*choose(counts[fault]), *([0] if fault_shim.FAULTS[fault].power else [])]
             requests += [{"scenario": scenario, "fault": fault, "at": at} for at in numbers]
     return requests
 

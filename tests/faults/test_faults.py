@@ -61,10 +61,14 @@ os.unlink(root / "gone")
 """
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return fault_shim.build(tmp_path_factory.mktemp("shim"))
+
+
 @pytest.fixture
-def run(tmp_path):
+def run(library, tmp_path):
     """`run(fault, at)` runs the program, in a folder with the files "old" and "gone": how it ended, and its calls."""
-    library = fault_shim.build(tmp_path)
     root, copies, log = (tmp_path / name for name in ("root", "copies", "log"))
     for folder in (root, copies):
         folder.mkdir()
@@ -90,7 +94,7 @@ def test_shim_counts_the_calls_below_the_folder(run, tmp_path):
     assert calls[5].path == str(tmp_path / "root/a") and calls[5].other == str(tmp_path / "root/b")
     assert [call.kept for call in calls] == [0, 0, 0, 0, 0, 0, 1, 0] and (tmp_path / "copies/1").read_text() == "old"
     assert {fault: fault_shim.count(calls, FAULTS[fault]) for fault in FAULTS} == {
-        "enospc": 7, "full": 7, "eio": 8, "short": 1, "kill": 6, "power": 7
+        "enospc": 7, "full": 7, "eio": 8, "short": 1, "kill": 6, "power": 7, "emptied": 7
     }  # fmt: skip
 
 
@@ -160,3 +164,12 @@ def test_contents_that_changed_after_they_were_synced_are_lost(tmp_path):
     assert (root / "file").read_text() == "before"
     power_loss.lose_power(root, power_loss.before(root), tmp_path, calls)
     assert (root / "file").read_text() == ""
+
+
+def test_names_may_be_on_disk_before_contents(run, tmp_path):
+    root = tmp_path / "root"
+    tree = power_loss.before(root)
+    _, calls = run()
+    calls = [call for call in calls if call.name != "fsync"]
+    power_loss.lose_power(root, tree, tmp_path / "copies", calls, names=False)
+    assert {path.name: path.read_text() for path in root.glob("*") if path.is_file()} == {"old": ""} and (root / "b").is_dir()
