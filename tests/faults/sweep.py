@@ -3,9 +3,9 @@
     python tests/faults/sweep.py [--scenario train] [--fault enospc] [--every 10] [--jobs 2]
 
 Faults: "enospc" (no space, for one call), "full" (no space from this call on), "eio" (an input/output error), "short" (half is written),
-"kill" (the process is killed before the call), "power" (the power is lost before the call, and what was not synced: `power_loss.py`), "emptied"
-(only contents of files are lost with it). After each, the run is resumed, or the action repeated, without faults. The exit code is 1 if a case is wrong, cannot be resumed, hangs for 10
-seconds, or ends with an error that does not name a path.
+"kill" (the process is killed before the call), "power" (the power is lost before the call, and what was not synced: `power_loss.py`),
+"emptied" (as "power", but only contents of files are lost). After each, the run is resumed, or the action repeated, without faults.
+The exit code is 1 if a case is wrong, cannot be resumed, hangs for 10 seconds, or ends with an error that does not name a path.
 """
 
 import argparse
@@ -58,11 +58,12 @@ class Servers:
 
     def __init__(self, folder: Path, count: int):
         variables = {"LD_PRELOAD": fault_shim.build(folder), "SPMD_CACHE": folder / "cache", "OPENBLAS_NUM_THREADS": 1}
+        variables = environment(**variables)
+        for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):  # of the tests' own programs; "programs" has another
+            variables.pop(name, None)
         command = [sys.executable, HERE / "fault_server.py", folder]
         self._all = [
-            subprocess.Popen(
-                command, env=environment(**variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-            )
+            subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
             for _ in range(count)
         ]
         self._free: queue.Queue[subprocess.Popen] = queue.Queue()

@@ -13,7 +13,7 @@ from sweep import BAD, SCENARIOS, every_nth, sweep, table
 from tests.processes import environment
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(fault_shim.why_not()), reason=fault_shim.why_not())]
-CALLS = 2  # of each scenario and fault
+CALLS = 3  # of each scenario and fault
 KNOWN = {  # what is wrong today, by scenario and fault
 }
 
