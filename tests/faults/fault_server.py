@@ -179,14 +179,17 @@ def difference(arrays: Arrays, wanted: Arrays, *, complete: bool) -> str:
 
 
 def saved_step(prepared: Path, calls: list[Call], *, durable: bool) -> int:
-    """The newest checkpoint that was there before, or was committed; `durable`: and whose name was on disk."""
-    renamed = saved = max((int(path.name) for path in prepared.glob("run/checkpoints/*") if path.name.isdigit()), default=0)
+    """The newest checkpoint that was there before, or was committed; `durable`: and is on disk, with its name."""
+    renamed = synced = saved = max((int(path.name) for path in prepared.glob("run/checkpoints/*") if path.name.isdigit()), default=0)
     for call in calls:
         if call.result >= 0 and not call.faulty:
-            step = re.search(r"/run/checkpoints/(\d+)$", call.other)
-            renamed = max(renamed, int(step[1])) if step else renamed
-            if not durable or (call.name == "fsync" and call.path.endswith("/run/checkpoints")):
+            step = re.search(r"/run/checkpoints/(\d+)$", call.other or call.path)
+            renamed = int(step[1]) if step and call.name == "rename" else renamed
+            synced = int(step[1]) if step and call.name == "fsync" else synced
+            if not durable:
                 saved = renamed
+            elif call.name == "fsync" and call.path.endswith("/run/checkpoints"):
+                saved = synced
     return saved
 
 

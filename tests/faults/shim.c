@@ -37,11 +37,13 @@ static struct {
 } faults;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static unsigned char written[1 << 16]; /* by open file: it was written, so closing it can fail */
 
 struct call {
     const char *name;
     enum kind kind;
     char path[PATH_MAX], other[PATH_MAX];
+    int file; /* that is open, or -1 */
     long number, kept;
     int faulty; /* the call fails with faults.error, or is shortened */
 };
@@ -140,6 +142,7 @@ static size_t shortened(const struct call *call, size_t size) { return call->fau
 static long leave(struct call *call, long result) {
     int error = fails(call) ? faults.error : errno;
     if (fails(call)) result = -1;
+    if (call->kind & (WRITE | SIZE) && call->file >= 0 && call->file < (int)sizeof written) written[call->file] = 1;
     add_line(call, result < 0 ? -error : result);
     pthread_mutex_unlock(&lock);
     errno = error;
@@ -151,6 +154,7 @@ static int enter_file(struct call *call, enum kind kind, const char *name, int f
     int error = errno;
     path_of(file, call->path);
     *call->other = 0;
+    call->file = file;
     errno = error;
     return enter(call, kind, name);
 }
@@ -160,6 +164,7 @@ static int enter_path(struct call *call, enum kind kind, const char *name, int f
     int error = errno;
     absolute(folder, path, call->path);
     absolute(other_folder, other, call->other);
+    call->file = -1;
     errno = error;
     return enter(call, kind, name);
 }
@@ -252,11 +257,12 @@ int ftruncate64(int file, off64_t size) { return ftruncate(file, size); }
 int truncate(const char *path, off_t size) { PATH_CALL(SIZE, "truncate", AT_FDCWD, path, AT_FDCWD, NULL, syscall(SYS_truncate, path, size)); }
 int truncate64(const char *path, off64_t size) { return truncate(path, size); }
 
-/* A file is closed also where closing it fails, and one that was only read closes without an error. */
+/* A file is closed also where closing it fails, and one that was not written closes without an error. */
 int close(int file) {
     struct call call;
-    int writable = is_active() && (fcntl(file, F_GETFL) & O_ACCMODE) != O_RDONLY;
-    if (!writable || !enter_file(&call, CLOSE, "close", file)) return syscall(SYS_close, file);
+    int flushes = file >= 0 && file < (int)sizeof written && written[file] && is_active();
+    if (!flushes || !enter_file(&call, CLOSE, "close", file)) return syscall(SYS_close, file);
+    written[file] = 0;
     return leave(&call, syscall(SYS_close, file));
 }
 
