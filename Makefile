@@ -27,7 +27,7 @@ define install
 	@touch $@
 endef
 
-.PHONY: environment demo test test-system test-all check docs notebooks soak bench published clean help
+.PHONY: environment demo test test-system test-all check docs notebooks soak faults bench published clean help
 
 help:
 	@echo "make demo         train a CNN on digits over 8 simulated devices; results in runs/demo/"
@@ -38,6 +38,7 @@ help:
 	@echo "make docs         the documentation site, in site/"
 	@echo "make notebooks    execute the notebooks and keep what they show; NAMES=04 executes one"
 	@echo "make soak         20 minutes of random faults, without and with checkpoints in memory; the runs must end in the same bits"
+	@echo "make faults       every file-system call of small runs fails, one after the other (hours; tests/faults/sweep.py tries a part)"
 	@echo "make bench        benchmarks; results in benchmarks/results/"
 	@echo "make published    plans of published runs, against what was measured; needs '.[gpu-compiler]'"
 	@echo "make clean        remove .venv, runs and what was built"
@@ -88,6 +89,9 @@ notebooks: $(DEV)
 
 soak: $(DEV)
 	$(RUN) tests/distributed/soak.py --minutes 20 --seed 0 --compare
+
+faults: $(DEV)
+	$(RUN) tests/faults/sweep.py
 
 bench: $(DEV)
 	$(RUN) benchmarks/step_overhead.py
