@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -225,7 +224,7 @@ class Trainer:
             return self._placed.begin(*reader.restore_params(chosen, self.abstract_state, self._placed.packing))
         state, warnings = self.load(reader, chosen)
         for line in warnings:
-            logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
+            log_info(f"restored from step {state.step}: {line}")
         self._checkpoints.restored(reader.folder, chosen, state, reader.steps()[-1])
         return state
 
