@@ -151,6 +151,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
     parser.add_argument("--out", type=Path, help="a file for all cases, as lines of JSON")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers and their folder go, too
     results = []
     scenarios, faults = options.scenario or SCENARIOS, options.fault or list(fault_shim.FAULTS)
     for request, verdict in sweep(scenarios, faults, every_nth(options.every), options.jobs):
