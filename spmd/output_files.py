@@ -1,4 +1,7 @@
-"""Writes to open files; an error of the disk names the file, which the system's own do only where a file is opened."""
+"""Writes files so that they are on disk, in full, where the caller goes on, and errors of the disk name the file.
+
+The system's own errors do so only where a file is opened.
+"""
 
 import contextlib
 import io
@@ -57,6 +60,30 @@ def sync(path: Path) -> None:
             os.fsync(file)
         finally:
             os.close(file)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder, all that is in it, and its name are on disk.
+
+    Raises:
+      OSError: the disk did not take a part of it.
+    """
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (*(Path(parent) / name for name in names), Path(parent)):
+            with contextlib.suppress(FileNotFoundError):  # another host of the run has removed a temporary file
+                sync(path)
+    sync(folder.parent)
+
+
+def publish(working: Path, target: Path) -> None:
+    """Give a finished folder its name, in place of an empty folder; a loss of power leaves all of it, or none.
+
+    Raises:
+      OSError: the disk did not take a part of it.
+    """
+    sync_tree(working)
+    working.rename(target)
+    sync(target.parent)
 
 
 def write_at(file: int, content: bytes, offset: int, path: Path) -> None:

@@ -87,9 +87,12 @@ def output_path(value: Any, what: str, suffixes: Sequence[str], *, overwrite: bo
 
 
 def make_folder(path: Path, error: type[SpmdError]) -> None:
-    """Create a folder and its missing parents."""
+    """Create a folder and its missing parents, whose names are then on disk."""
     with wrap_os_errors(path, error, "folder"):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            sync(folder.parent)
 
 
 def write_text(path: Path, text: str, error: type[SpmdError] = OptionError) -> Path:

@@ -3,6 +3,7 @@
 import collections
 import itertools
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from spmd.data import csv_grammar
 from spmd.data.number_parsing import NUMBERS, holds
 from spmd.errors import DataError, OptionError, did_you_mean, join_names, type_name
+from spmd.output_files import name_errors
 
 HEADER = 1 << 16  # bytes that are looked at together for a header
 
@@ -43,7 +45,7 @@ def _header(path: str, separator: str) -> list[str] | None:
     """The fields of the first record; None if there is none."""
     for starts, ends in csv_grammar.records(path, separator, HEADER):
         if len(starts):
-            with open(path, "rb") as file:
+            with name_errors(Path(path)), open(path, "rb") as file:
                 file.seek(int(starts[0]))
                 fields = csv_grammar.split(file.read(int(ends[0] - starts[0])), separator)
             try:

@@ -136,7 +136,12 @@ class RecordIndex:
         open_files = self._open_files if len(self.paths) <= OPEN else _OpenFiles()
         parts = zip(*map(np.ndarray.tolist, (runs, sizes, begins)), strict=True)
         reads = [(open_files[self.paths[file]], size, begin) for file, size, begin in parts]
-        pieces = [os.pread(*read) for read in reads]
+        pieces: list[bytes] = []
+        try:
+            for read in reads:
+                pieces.append(os.pread(*read))  # after an error, their number says which file it was
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.paths[runs[len(pieces)]]) from error
         for at in np.flatnonzero(np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes).tolist():
             pieces[at] = self._rest(int(runs[at]), pieces[at], *reads[at])
         bases = np.cumsum([0, *map(len, pieces[:-1])]) - begins

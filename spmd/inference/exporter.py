@@ -19,7 +19,7 @@ from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first
 from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
 from spmd.inference.weights import Stored, Writer, dequantize, quantize, should_quantize, stored_shape
 from spmd.mesh import MeshSpec, outside_of_mesh
-from spmd.output_files import open_output
+from spmd.output_files import open_output, publish
 from spmd.run.manifest import write_manifest
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
@@ -258,7 +258,7 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
             file.write(content)
     write_manifest(working)
     check_free(target, ExportError)
-    working.rename(target)  # replaces an empty folder
+    publish(working, target)
     return str((target / WEIGHTS).stat().st_size)
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import PretrainedError
-from spmd.output_files import open_output, sync
+from spmd.output_files import open_output, publish, sync
 from spmd.pretrained.links import Link, copy_into
 from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Box, Tensor, box_shape, header_bytes, intersection, relative, slices
 from spmd.user_paths import check_free, make_folder
@@ -72,7 +72,7 @@ def write_folder(
                 with open_output(working / name) as file:
                     file.write(contents)
             check_free(folder, PretrainedError)
-            working.rename(folder)  # replaces an empty folder
+            publish(working, folder)
 
     raise_everywhere(begin, PretrainedError, failure)
     failed: list[Exception] = []

@@ -24,13 +24,14 @@ import jax
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, did_you_mean, first_line, option, short_repr, type_name
+from spmd.output_files import sync_tree
 from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
 from spmd.run.memory_folder import forget_run
 from spmd.run.owner import FolderOwnership
 from spmd.run.restore_comm_state import COMM_STATE, STATE, checkpoint_item
-from spmd.run.retention import kept_steps, remove_checkpoint, remove_leftovers, sync_tree
+from spmd.run.retention import kept_steps, remove_checkpoint, remove_leftovers
 from spmd.tracebacks import trims_tracebacks
 from spmd.train.state import State
 from spmd.tree import describe, format_bytes
@@ -267,12 +268,16 @@ class CheckpointStore(CheckpointReader):
         if jax.process_index() != 0:
             return
         self._check_owner()
-        (folder,) = (self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")
+        found = [*(self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")]
+        if not found:
+            raise CheckpointError(f"the temporary folder of step {self._writing} is missing in {self.folder}.", fix=LOOK_AT_DISK)
+        folder = found[0]
         if not (folder / STATE / MERGED).exists():
             raise CheckpointError(
                 f"the arrays of step {self._writing} were written, and not merged: {folder / STATE / MERGED} is missing.", fix=LOOK_AT_DISK
             )
         write_manifest(folder)
+        sync_tree(folder)  # before it has its name: after a loss of power, a checkpoint with a name is complete
 
     def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
         """Start to write a checkpoint; returns False if this step was saved already."""

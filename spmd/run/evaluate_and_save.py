@@ -152,7 +152,10 @@ class Saver:
         if store is not None:
             with run.account(SAVING):
                 store.save(run.state, run.step, self._meta(), {})
-                store.wait()
+                try:
+                    run.history.flush()
+                finally:
+                    store.wait()
             error.add_note(f"spmd: the state after step {run.step} was saved in {store.folder}.")
 
     def _meta(self) -> dict[str, Any]:

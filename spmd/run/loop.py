@@ -145,8 +145,9 @@ class Loop:
         alone = jax.process_count() > 1 and not diverged
         try:
             with note_second_error(error, f"the state after step {self.run.step} could not be saved"):
-                self._metrics.discard()
-                if not diverged and not alone and self.run.step > self._first_step:
+                saves = not diverged and not alone and self.run.step > self._first_step
+                self._metrics.give_up(recorded=saves)
+                if saves:
                     self._saver.save_after_error(error)
             with note_second_error(error, "on_stop failed"):
                 self._control.notify_stop()

@@ -1,13 +1,10 @@
 """Which checkpoints stay, and the order in which a loss of power takes none: the newest is on disk before an older one goes."""
 
-import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd.output_files import sync
 from spmd.ranking import best
 
 REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
@@ -21,19 +18,6 @@ def kept_steps(scores: Mapping[int, float | None], keep: int | None, mode: str) 
     """
     known = {step: score for step, score in scores.items() if score is not None}
     return {*sorted(scores)[-(keep or len(scores)) :], *best(known, 1, mode)}
-
-
-def sync_tree(folder: Path) -> None:
-    """Wait until a folder, all that is in it, and its name are on disk.
-
-    Raises:
-      OSError: the disk did not take a part of it.
-    """
-    for parent, _, names in os.walk(folder, topdown=False):
-        for path in (*(Path(parent) / name for name in names), Path(parent)):
-            with contextlib.suppress(FileNotFoundError):  # another host of the run has removed a temporary file
-                sync(path)
-    sync(folder.parent)
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -59,9 +59,12 @@ class StepMetrics:
         while self._unread:
             self.read_oldest()
 
-    def discard(self) -> None:
-        """Forget those that are unread."""
-        self._unread.clear()
+    def give_up(self, *, recorded: bool) -> None:
+        """Forget those that are unread, after an error; `recorded`: the history has them, since the state after them is saved."""
+        unread, self._unread = self._unread, collections.deque()
+        for first, _, packed, *_ in unread if recorded else ():
+            packed = self._fetch(packed)
+            self._run.history.add_steps(first, packed if packed.ndim == 3 else packed[None])
 
     def devices_idle(self) -> bool:
         """Whether all dispatched steps are done."""

@@ -20,6 +20,7 @@ from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.distributed.exit_codes import TERMINATED
 from spmd.mesh import make_mesh
+from spmd.output_files import publish
 from spmd.ranking import best
 from spmd.run.history import History
 from spmd.run.progress import Pace
@@ -252,7 +253,7 @@ class SweepRunner:
         state = jax.tree.map(lambda leaf: place_copy(leaf, everywhere), result.state)
         with open_checkpoints(unfinished) as store:
             store.save(state, int(result.state.step), {**about, **more}, {})
-        in_writer(lambda: unfinished.rename(place))  # complete, or absent; no process returns before it is there
+        in_writer(lambda: publish(unfinished, place))  # complete, or absent; no process returns before it is there
 
 
 def skipped_and_diverged(steps: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
