@@ -60,7 +60,7 @@ from spmd.train.state import State
 from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
-from spmd.user_paths import write_text
+from spmd.user_paths import run_file, write_text
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import unsynced_steps
 
@@ -491,8 +491,8 @@ def _outputs(
         return [], NoProgress()
     began_before = store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
-        write_text(store.folder / "layout.toml", chosen or trainer.layout.to_toml(), CheckpointError)
-        loggers.append(JsonLines(store.folder / "metrics.jsonl"))
+        write_text(run_file(store.folder, "layout.toml"), chosen or trainer.layout.to_toml(), CheckpointError)
+        loggers.append(JsonLines(run_file(store.folder, "metrics.jsonl")))
     if store is not None and not resumes:
         (store.folder / ID_FILE).unlink(missing_ok=True)  # of an abandoned run, which a tracker that is added later would find
     line, lines = "", begin_loggers(loggers, functools.partial(describe, follows=began_before))

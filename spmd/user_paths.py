@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, SpmdError, option, short_repr, type_name
+from spmd.errors import CheckpointError, OptionError, SpmdError, option, short_repr, type_name
 from spmd.output_files import name_errors, sync
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # pathlib leaves one of two slashes
@@ -83,6 +83,18 @@ def output_path(value: Any, what: str, suffixes: Sequence[str], *, overwrite: bo
     make_folder(path.parent, OptionError)
     with wrap_os_errors(path, OptionError), contextlib.suppress(_Undone), replace_file(path):
         raise _Undone
+    return path
+
+
+def run_file(folder: Path, name: str) -> Path:
+    """The path of a file that a run writes in its folder, which may come from elsewhere.
+
+    Raises:
+      CheckpointError: a link is in its place, and would lead what is written into another file.
+    """
+    path = folder / name
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link to {os.readlink(path)}: a run does not write through links.", fix="remove the link.")
     return path
 
 

@@ -13,7 +13,7 @@ from spmd.errors import CheckpointError, OptionError
 from spmd.output_files import OutputFile, write_at
 from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
-from spmd.user_paths import as_path, wrap_os_errors
+from spmd.user_paths import as_path, run_file, wrap_os_errors
 
 DETAIL = 100_000  # newest steps that are kept individually
 BLOCK = 1000  # steps that are written, and averaged, together
@@ -82,7 +82,7 @@ class History:
 
     def write_to(self, folder: Path, after: int) -> None:
         """Write all steps to a file in the folder. Steps after `after` that the file has are from a lost attempt, and are dropped."""
-        self._file = _File(folder / FILE, self._names, tuple(self.known()), after)
+        self._file = _File(run_file(folder, FILE), self._names, tuple(self.known()), after)
 
     def flush(self) -> None:
         """Write the steps that the file does not have yet."""

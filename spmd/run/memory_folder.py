@@ -21,7 +21,7 @@ from pathlib import Path
 from spmd.errors import OptionError
 from spmd.output_files import name_errors
 from spmd.tree import format_bytes
-from spmd.user_paths import as_path
+from spmd.user_paths import as_path, run_file
 
 ID_FILE = "memory_id"  # beside the checkpoints on disk
 RUN_FILE, LOCK_FILE = "run.json", "lock"
@@ -52,7 +52,7 @@ def run_id(run_folder: Path, *, keep: bool) -> str:
     if keep and (known := _read_id(path)):
         return known
     new = secrets.token_hex(8)
-    part = path.with_name(f".{ID_FILE}.{os.getpid()}")
+    part = run_file(path.parent, f".{ID_FILE}.{os.getpid()}")
     with name_errors(part):
         part.write_text(new, encoding="ascii")
     part.replace(path)

@@ -21,7 +21,7 @@ from pathlib import Path
 from spmd.errors import CheckpointError, printable
 from spmd.output_files import write_at
 from spmd.run.manifest import open_regular
-from spmd.user_paths import wrap_os_errors
+from spmd.user_paths import run_file, wrap_os_errors
 
 OWNER_FILE = "owner.json"
 HEARTBEAT_SECONDS = 5.0
@@ -68,7 +68,7 @@ class FolderOwnership:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep):
-        self._folder, self._path, self._beats, self._wait = folder, folder / OWNER_FILE, 0, wait
+        self._folder, self._path, self._beats, self._wait = folder, run_file(folder, OWNER_FILE), 0, wait
         since, born = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), _start_time(os.getpid()) or ""
         self._me = Owner(socket.gethostname(), os.getpid(), since, _machine(), born, file=0, token=uuid.uuid4().hex)
         _owning_threads[self._me.token] = threading.current_thread()
@@ -182,7 +182,7 @@ class FolderOwnership:
     def _opened(self, *, create: bool = True) -> Iterator[int]:
         """The file, locked if the file system supports it, so that two processes on one machine never decide concurrently."""
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT * create | os.O_NONBLOCK, 0o644)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT * create | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
             try:
                 with contextlib.suppress(OSError, ImportError):
                     import fcntl  # not on Windows

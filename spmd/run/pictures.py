@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import OptionError, short_repr, type_name
-from spmd.user_paths import as_path, make_folder, wrap_os_errors
+from spmd.user_paths import as_path, make_folder, run_file, wrap_os_errors
 
 FOLDER = "pictures"  # in the run's folder
 COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels of an array -> how PNG calls them
@@ -33,13 +33,14 @@ def write_picture(folder: Path, name: str, step: int, picture: Any, source: str 
 
     Raises:
       OptionError: it is none of these, `name` is no name, or the file cannot be read or written.
+      CheckpointError: a link is in the place of the file.
     """
     _check_name(name)
     content, suffix = _as_file(picture, source or f"log_picture({short_repr(name)})")
     path = Path(FOLDER) / f"{_stem(name)}-{step:08d}{suffix}"
     make_folder(folder / FOLDER, OptionError)
     with wrap_os_errors(folder / path, OptionError):
-        (folder / path).write_bytes(content)
+        run_file(folder, str(path)).write_bytes(content)
     return path
 
 

@@ -22,7 +22,7 @@ from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.time_account import TimeAccount
 from spmd.tracebacks import trims_tracebacks
-from spmd.user_paths import as_path, blocking_file, make_folder, replace_text, wrap_os_errors
+from spmd.user_paths import as_path, blocking_file, make_folder, replace_text, run_file, wrap_os_errors
 
 MOST = 100  # steps: a trace has every operation of every device
 FOLDER, PAGE = "profile", "profile.html"
@@ -94,6 +94,7 @@ def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
 
     Raises:
       OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`; or the folder cannot be made, or not written to.
+      CheckpointError: in the run's folder, a link is in the place of the summary.
     """
     if value is None:
         return None
@@ -105,6 +106,8 @@ def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
             pass
     elif run_folder is not None and (why := blocking_file(run_folder / FOLDER)) is not None:
         raise OptionError(f"Profile: the folder {run_folder / FOLDER} cannot be created: {why}.", fix="Profile(steps, folder=...).")
+    if run_folder is not None:
+        run_file(run_folder, PAGE)
     return profile
 
 

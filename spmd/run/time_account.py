@@ -15,9 +15,9 @@ from spmd.distributed import watchdog
 from spmd.distributed.initialize import attempt_times, was_requeued, was_restarted
 from spmd.run.goodput import DOWN, PROFILING, REPEATED, STARTING, TRAINING, WAITING, Goodput, Timeline
 from spmd.run.work import UNKNOWN, Work
-from spmd.user_paths import explain_os_error, replace_text
+from spmd.user_paths import explain_os_error, replace_text, run_file
 
-FILE, PAGE = "goodput.json", "goodput.html"
+FILE, PART, PAGE = "goodput.json", ".goodput.json", "goodput.html"
 FLUSH_SECONDS = 1.0  # between two writes at log intervals
 
 T = TypeVar("T")
@@ -188,7 +188,9 @@ class TimeAccount:
 
     def write_to(self, folder: Path) -> None:
         """From now on, keep the account in a folder."""
-        self._path = folder / FILE
+        for name in (PART, PAGE):  # which are written later
+            run_file(folder, name)
+        self._path = run_file(folder, FILE)
         self._write()
 
     def _write(self) -> None:
@@ -197,7 +199,7 @@ class TimeAccount:
         if self._path is None:
             return
         values = {**self.timeline.to_json(), "phase": self._phase, "launched": self._launched}
-        part = self._path.with_name(f".{FILE}")
+        part = self._path.with_name(PART)
         try:
             part.write_text(json.dumps(values), encoding="utf-8")
             part.replace(self._path)

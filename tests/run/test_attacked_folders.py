@@ -13,6 +13,7 @@ from small import fit, linear, numbers, same
 import spmd
 from spmd.errors import CheckpointError, SpmdError
 from spmd.run import manifest
+from spmd.run.pictures import write_picture
 
 # a restore that fails leaves tasks in Orbax's event loop, which are never awaited
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -102,6 +103,34 @@ def test_folders_that_are_no_steps_are_left_alone(name, run, tmp_path):
     (place / "checkpoints" / name).mkdir()
     assert int(fit(steps=4, checkpoint=place, resume=True).state.step) == 4
     assert (place / "checkpoints" / name).is_dir()
+
+
+WRITTEN = ("owner.json", "layout.toml", "metrics.jsonl", "history.bin", "goodput.json", ".goodput.json", "goodput.html", "profile.html")
+
+
+@pytest.mark.parametrize("exists", [True, False], ids=["of a file", "to nowhere"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_run_does_not_write_through_links(name, exists, tmp_path):
+    """A folder that comes from elsewhere may have a link to any file of the user in the place of one that a run writes."""
+    folder, target = tmp_path / "run", tmp_path / "file of the user"
+    folder.mkdir()
+    if exists:
+        target.write_text("notes")
+    (folder / name).symlink_to(target)
+    with pytest.raises(CheckpointError) as raised:
+        fit(steps=3, checkpoint=folder, profile="1:2" if name == "profile.html" else None)
+    assert str(raised.value) == (f"{folder / name} is a link to {target}: a run does not write through links.\n    fix: remove the link.")
+    assert target.exists() == exists and (not exists or target.read_text() == "notes")
+    (folder / name).unlink()
+    assert int(fit(steps=3, checkpoint=folder).state.step) == 3
+
+
+def test_picture_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a-00000002.png").symlink_to(tmp_path / "file of the user")
+    with pytest.raises(CheckpointError, match=r"a-00000002\.png is a link to .*: a run does not write through links"):
+        write_picture(tmp_path, "a", 2, np.zeros((2, 2), np.uint8))
+    assert not (tmp_path / "file of the user").exists()
 
 
 def attack_export(folder, place, attacks):
