@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import ExportError
+from spmd.errors import ExportError, printable
 from spmd.output_files import open_output
 from spmd.tree import describe
 
@@ -125,6 +125,9 @@ class Writer:
 def read_arrays(path: Path, stored: list[Stored], place: Callable[[np.ndarray], Any]) -> list[Any]:
     """The arrays of a file as an exported function takes them, through `place`: an array, or a pair of int8 and scales."""
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        for entry in file.zip.infolist():  # compressed, a small file could unpack to any size
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{printable(entry.filename, 200)} is compressed, which no export is")
 
         def read(entry: Stored) -> Any:
             values = file[entry.path]

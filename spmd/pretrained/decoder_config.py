@@ -179,9 +179,10 @@ def _modern(keys: ConfigKeys, family: Family) -> dict[str, Any]:
         fields |= {"soft_cap": _cap(keys, "attn_logit_softcapping", 50.0 if capped else None)}
         fields |= {"final_soft_cap": _cap(keys, "final_logit_softcapping", 30.0 if capped else None)}
     windows = _windows(keys, family, depth)
-    ropes = _ropes(keys, family, head_dim)
+    longest = keys.count("max_position_embeddings", None)
+    ropes = _ropes(keys, family, head_dim, longest)
     kinds = [LayerKind(window, int(len(ropes) > 1 and window is not None)) for window in windows]
-    return fields | {"ropes": ropes, "layers": tuple(kinds), "max_positions": keys.count("max_position_embeddings", None)}
+    return fields | {"ropes": ropes, "layers": tuple(kinds), "max_positions": longest}
 
 
 def _activation(keys: ConfigKeys, family: Family) -> str:
@@ -222,9 +223,9 @@ def _windows(keys: ConfigKeys, family: Family, depth: int) -> list[int | None]:
     return [window if name == "sliding_attention" else None for name in types]
 
 
-def _ropes(keys: ConfigKeys, family: Family, head_dim: int) -> tuple[Rope, ...]:
+def _ropes(keys: ConfigKeys, family: Family, head_dim: int, length: int | None) -> tuple[Rope, ...]:
     """The rotation of all layers, or those of layers without and with a window; from transformers 5's `rope_parameters`, or older keys."""
-    theta, length = keys.number("rope_theta", family.theta), keys.count("max_position_embeddings", None)
+    theta = keys.number("rope_theta", family.theta)
     local = keys.number("rope_local_base_freq", family.local_theta) if family.local_theta else None
     keys.used |= {"rope_parameters", "rope_scaling"}
     key = "rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling"

@@ -74,6 +74,8 @@ def read_config(folder: Path, name: str = CONFIG, fix: str = OWN) -> dict[str, A
       PretrainedError: there is none, or it is not a JSON object.
     """
     path = folder / name
+    if path.exists() and not path.is_file():  # opening a pipe waits for a writer
+        raise PretrainedError(f"{path} is no regular file.", fix=fix)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

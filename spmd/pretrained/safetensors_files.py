@@ -73,6 +73,8 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
       PretrainedError: the file is missing or damaged; all problems of its header at once, with the names of tensors.
     """
+    if file.exists() and not file.is_file():  # opening a pipe waits for a writer
+        raise PretrainedError(f"{file} is no regular file.", fix="check the path.")
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -192,25 +194,31 @@ def open_files(folder: Path, stem: str = "model") -> WeightFiles:
 
 def _open_shards(folder: Path, index: Path) -> WeightFiles:
     """The tensors of the files that an index lists."""
+    if not index.is_file():
+        raise PretrainedError(f"{index} is no regular file.", fix="check the path.")
     if index.stat().st_size > MOST_HEADER:
         raise _damaged(index, f"it has more than {MOST_HEADER:,} bytes")
     weight_map = _parse(index, index.read_bytes(), "text").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise PretrainedError(f"{index} has no weight_map.", fix="download it again.")
     problems: list[Problem] = []
-    names = dict.fromkeys(weight_map.values()) if all(isinstance(name, str) for name in weight_map.values()) else {}
-    if not names:
+    names: dict[str, list[str]] = {}  # the tensors of each file
+    if all(isinstance(name, str) for name in weight_map.values()):
+        for tensor, name in weight_map.items():
+            names.setdefault(name, []).append(tensor)
+    else:
         wrong = next(name for name, file in weight_map.items() if not isinstance(file, str))
         problems.append(Problem(printable(wrong, 200), [f"its file is {short_repr(weight_map[wrong])}."], path=wrong))
     headers: dict[str, dict[str, Tensor]] = {}
     metadata: dict[str, str] = {}
-    for name in names:
-        users = [tensor for tensor, file in weight_map.items() if file == name]
+    present = {path.name for path in folder.iterdir() if path.is_file()}  # a name of the index may be one that no file can have
+    for name, users in names.items():
+        shown = join_names(map(printable, users), 3)
         if not _is_plain(name):
-            problems.append(Problem(printable(name, 200), ["a shard must lie in the folder itself.", f"of {join_names(users, 3)}"]))
-        elif not (folder / name).is_file():
-            near = did_you_mean(name, sorted(path.name for path in folder.glob(f"*{SUFFIX}")))
-            problems.append(Problem(name, [f"this shard is missing; it has {join_names(users, 3)}."], near))
+            problems.append(Problem(printable(name, 200), ["a shard must lie in the folder itself.", f"of {shown}"]))
+        elif name not in present:
+            near = did_you_mean(name[:255], sorted(path for path in present if path.endswith(SUFFIX)))
+            problems.append(Problem(printable(name, 200), [f"this shard is missing; it has {shown}."], near))
         else:
             headers[name], found = read_header(folder / name)
             metadata = metadata or found

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import jax
@@ -247,6 +248,14 @@ def harm(place, kind):
         (place / "weights.npz").write_bytes((place / "weights.npz").read_bytes()[: -1 if kind == "an entry less" else 200])
         (place / MANIFEST_FILE).unlink()
         write_manifest(place)
+    elif kind == "compressed":
+        with zipfile.ZipFile(place / "weights.npz") as file:
+            arrays = {name: file.read(name) for name in file.namelist()}
+        with zipfile.ZipFile(place / "weights.npz", "w", zipfile.ZIP_DEFLATED) as file:
+            for name, content in arrays.items():
+                file.writestr(name, content)
+        (place / MANIFEST_FILE).unlink()
+        write_manifest(place)
     elif kind == "nothing":
         (place / "model.json").unlink()
     else:
@@ -263,6 +272,7 @@ def harm(place, kind):
         "no program": r"is damaged: program\.bin is missing",
         "no manifest": r"is damaged: it has no manifest",
         "weights truncated": r"is damaged: weights\.npz does not hold what model\.json says: BadZipFile",
+        "compressed": r"is damaged: weights\.npz does not hold .*: ValueError: .*\.npy is compressed, which no export is",
         "an entry less": r"is damaged: model\.json lacks platforms\.\n    fix: export it again",
         "a list": r"is damaged: model\.json cannot be read",
         "nothing": r"is not an exported model: it has no model\.json",

@@ -90,6 +90,97 @@ def test_huge_sizes_of_a_header_allocate_nothing(tmp_path, monkeypatch):
         assert name
 
 
+def index_of(folder, weight_map):
+    write_file(folder / "a.safetensors", {"w": np.ones(2, np.float32)})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "why"),
+    [
+        ("../../etc/passwd", "../../etc/passwd", "a shard must lie in the folder itself."),
+        ("/etc/passwd", "/etc/passwd", "a shard must lie in the folder itself."),
+        ("a\0.safetensors", r"a\x00.safetensors", "a shard must lie in the folder itself."),
+        ("x" * 300, "x" * 200 + "… (100 more)", "this shard is missing; it has w."),
+        ("\ud800.safetensors", r"\ud800.safetensors", "this shard is missing; it has w."),
+        ("\x1b[31m", r"\x1b[31m", "this shard is missing; it has w."),
+    ],
+    ids=["up", "absolute", "null", "too long for a file", "no text", "of a terminal"],
+)
+def test_names_of_shards_that_no_file_of_the_folder_has(tmp_path, name, shown, why):
+    index_of(tmp_path, {"w": name})
+    text = text_of(lambda: open_files(tmp_path), tmp_path)
+    assert text.encode() and text.startswith(
+        f"FOLDER/model.safetensors.index.json does not fit its folder\n1 problem:\n\n  {shown}\n      {why}"
+    )
+
+
+class Compared(str):
+    """A name that counts how often it is compared with another."""
+
+    count = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Compared.count += 1
+        return str.__eq__(self, other)
+
+
+def test_cost_of_an_index_of_many_shards_is_linear(tmp_path, monkeypatch):
+    index_of(tmp_path, {})
+    listed = {f"w{number}": Compared(f"../{number}") for number in range(2000)}
+    monkeypatch.setattr(safetensors_files, "_parse", lambda *_: {"weight_map": listed})
+    assert "2000 problems" in text_of(lambda: open_files(tmp_path), tmp_path)
+    assert Compared.count < 100_000
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(tmp_path, name, monkeypatch):
+    if name == "config.json":
+        shutil.copytree(FIXTURES / "gpt2", tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    keep = os.open(tmp_path / name, os.O_RDWR)  # a writer, so that code that opens the pipe does not wait for one
+    read = open_files if name != "config.json" else lambda folder: spmd.pretrained.load(folder, progress=False)
+    try:
+        with monkeypatch.context() as patched:
+            for method in ("read_text", "read_bytes"):
+                patched.setattr(Path, method, lambda path, **_: pytest.fail(f"{path} was opened"))
+            assert f"FOLDER/{name} is no regular file." in text_of(lambda: read(tmp_path), tmp_path)
+    finally:
+        os.close(keep)
+
+
+ATTACKS = {  # by what adapter_config.json says: what the error names
+    "a huge rank": ({"r": 2**40}, "lora_A.weight [4, 48] is not [1099511627776, 48]"),
+    "a huge rank of some": ({"rank_pattern": {"q_proj": 2**50}}, "lora_A.weight [4, 32] is not [1125899906842624, 32]"),
+    "endless regex": ({"target_modules": "(a+)+$"}, "it has tensors, and adapter_config.json"),
+    "endless regex of names": ({"target_modules": "(.*a){20}b"}, "it has tensors, and adapter_config.json"),
+    "deep regex": ({"target_modules": "(" * 2000}, "target_modules"),
+    "names of other folders": ({"target_modules": ["../../x"]}, "it has tensors, and adapter_config.json"),
+    "modules of other folders": ({"modules_to_save": ["../x"]}, "modules_to_save"),
+    "an infinite scale": ({"lora_alpha": 1e400}, "lora_alpha"),
+}
+
+
+@pytest.mark.parametrize("case", ATTACKS)
+def test_adapters_that_attack(tmp_path, case):
+    said, named = ATTACKS[case]
+    shutil.copytree(FIXTURES / "adapters" / "llama", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | said
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    model = spmd.pretrained.load(FIXTURES / "llama", progress=False)
+    assert named in text_of(lambda: spmd.pretrained.load_adapters(model, tmp_path), tmp_path)
+
+
+def test_adapters_whose_header_claims_more_than_there_is(tmp_path):
+    shutil.copytree(FIXTURES / "adapters" / "llama", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
+    model = spmd.pretrained.load(FIXTURES / "llama", progress=False)
+    text = text_of(lambda: spmd.pretrained.load_adapters(model, tmp_path), tmp_path)
+    assert "its header should have 1,152,921,504,606,846,976 bytes; 2 bytes follow." in text
+
+
 def write_shards(folder, weight_map, shards):
     for file, names in shards.items():
         write_file(folder / file, {name: np.ones(2, np.float32) for name in names})
