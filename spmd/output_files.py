@@ -1,4 +1,4 @@
-"""Writes files so that they are on disk, in full, where the caller goes on, and errors of the disk name the file.
+"""Writes files so that they are complete and on disk when a function returns, and errors of the disk name the file.
 
 The system's own errors do so only where a file is opened.
 """

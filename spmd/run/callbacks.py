@@ -258,8 +258,9 @@ def look_at(nonfinite: str, otherwise: str) -> str:
 def check_first_loss(callbacks: Sequence[Callback], loss: float, batch: Any = None) -> None:
     """Raise `DivergedError` if the loss is watched and not finite at the first step: training cannot be the cause then."""
     if not math.isfinite(loss) and any("loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)):
-        fix = "look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or too large initial values."
         nonfinite = "" if batch is None else find_nonfinite(batch)
+        data = "" if nonfinite else "a NaN or infinity in the data, "
+        fix = f"look for {data}a log of 0 or a division by 0 in the loss, or too large initial values."
         raise DivergedError(f"the loss is {loss} at the first step.", fix=look_at(nonfinite, fix))
 
 

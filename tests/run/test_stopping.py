@@ -21,6 +21,8 @@ from spmd.run.checkpoint import CheckpointStore
 from spmd.run.loop import Loop
 from tests.processes import handled_by
 
+FIX = "\n    fix: correct the line at which its traceback, above, ends."
+
 
 def resumed(path, **options):
     return fit(epochs=3, checkpoint=path, resume=True, **options)
@@ -38,7 +40,7 @@ def test_a_callback_that_raises_does_not_lose_the_state(event, step, saved, tmp_
     options = {"epochs": 3, "eval_data": numbers(40, 1)}
     with pytest.raises(CallbackError) as raised:
         fit(**options, checkpoint=tmp_path, callbacks=[recorder, Fail(event, step, error)])
-    assert str(raised.value) == f"step {step}: callback Fail.{event} raises RuntimeError: mine"
+    assert str(raised.value) == f"step {step}: callback Fail.{event} raises RuntimeError: mine{FIX}"
     assert raised.value.__cause__ is error
     assert "_maybe" in [entry.name for entry in traceback.extract_tb(error.__traceback__)]
     assert raised.value.__notes__ == [f"spmd: the state after step {saved} was saved in {tmp_path}."]
@@ -89,7 +91,7 @@ def test_second_error_is_a_note_on_the_first():
     with pytest.raises(CallbackError) as raised:
         fit(callbacks=[Fail("on_step", 1, first), Fail("on_stop", 2, ValueError("another"))])
     assert raised.value.__cause__ is first
-    second = "step 2: callback Fail.on_stop raises ValueError: another"
+    second = f"step 2: callback Fail.on_stop raises ValueError: another{FIX}"
     assert raised.value.__notes__ == [f"spmd: and on_stop failed: CallbackError: {second}"]
 
 
