@@ -31,7 +31,8 @@ class StepMetrics:
         self._config, self._run, self._control = config, run, control
         self._unread: collections.deque[tuple[int, int, jax.Array, Batches, float, Counts]] = collections.deque()
         self._calls = 0
-        self._compiled: Pace | None = None  # how far the first two calls came, of which one was compiled
+        self._read = 0  # calls
+        self._compiled: Pace | None = None  # how far the first two calls came, of which one was compiled, once they are read
         self._window = np.zeros((2, len(config.program.names)))
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
@@ -48,8 +49,6 @@ class StepMetrics:
         self._calls, self._control.watchdog.has_trained = self._calls + 1, True
         if self._calls == 2:  # the first one after compiling: how long a call takes
             packed.block_until_ready()
-            unread = sum(batch.rows for _, _, _, batches, *_ in self._unread for batch in batches)
-            self._compiled = self.pace()._replace(samples=self._run.samples + unread)
             self._run.account.call_done(self._unread[-1][4], seen=True)
         while len(self._unread) >= IN_FLIGHT:
             self.read_oldest()
@@ -108,7 +107,9 @@ class StepMetrics:
             self._newest_step = (step, epoch)
             if step % self._config.schedule.log_every == 0:
                 self.log()
-        self._newest = packed[-1]
+        self._newest, self._read = packed[-1], self._read + 1
+        if self._read == 2:
+            self._compiled = self.pace()
         if self._config.progress.due():
             self.show()
 

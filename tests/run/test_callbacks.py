@@ -457,7 +457,8 @@ def test_the_first_step_has_its_own_message():
         fit(spoilt(1), shuffle=False)
     usual = "a log of 0 or a division by 0 in the loss, or too large initial values."
     assert str(raised.value) == (
-        f"the loss is nan at the first step.\n    fix: correct the data: x is nan in row 3 of the data. If that is intended, look for {usual}"
+        "the loss is nan at the first step.\n"
+        f"    fix: correct the data: x is nan in row 3 of the data. If that is intended, look for {usual}"
     )
     with pytest.raises(DivergedError) as raised:
         fit(loss=lambda model, batch: jnp.log(-jnp.abs(model(batch["x"])).sum(1)))
