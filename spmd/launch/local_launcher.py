@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd.distributed.detect_cluster import free_port, visible_gpus
 from spmd.distributed.stop_signals import chosen_stop_signals
-from spmd.errors import OptionError, option
+from spmd.errors import OptionError, in_python, option
 from spmd.launch.process_group import ProcessGroup, Stoppable, start_processes
 from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
@@ -44,7 +44,10 @@ class LocalConfig:
         check_integer("processes", self.processes, MOST)
         if self.devices is not None:
             if not self.devices or min(self.devices) < 0 or len(set(self.devices)) < len(self.devices):
-                raise OptionError(f"{option('devices', list(self.devices))}.", fix="distinct GPU numbers from 0.")
+                raise OptionError(
+                    f"{option('devices', in_python(str(list(self.devices)), ','.join(map(str, self.devices))))}.",
+                    fix="distinct GPU numbers from 0.",
+                )
             self.settings.refuse_with_simulate("devices")
         if self.settings.stall and self.count == 1:
             raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")

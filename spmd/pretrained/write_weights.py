@@ -74,9 +74,9 @@ def write_folder(
             check_free(folder, PretrainedError)
             publish(working, folder)
 
-    raise_everywhere(begin, PretrainedError, failure)
     failed: list[Exception] = []
     try:
+        raise_everywhere(begin, PretrainedError, failure)
         _write_shards(working if writes else None, links, arrays, dtypes, metadata, max_shard, display, failed, stem)
         raise_everywhere(finish, PretrainedError, failure)
     finally:

@@ -47,7 +47,7 @@ WIDER = r"""the data to evaluate does not fit: the loss fails on a batch of {x: 
 
   x   float32\[8, 5\]
       is float32\[8, 4\] in training batches\.
-      fix: batches like those for training, but for the number of rows\."""
+    fix: batches like those for training, but for the number of rows\."""
 OTHER_KEYS = r"""the data to evaluate does not fit: the loss reads the key 'x', and a batch has {image: .*, y: .*}\.
 3 problems:
 

@@ -379,7 +379,9 @@ def test_restore_into_another_model_lists_paths_and_shapes(there, tmp_path):
         "1 problem:\n"
         "\n"
         "  params/wide\n"
-        "      saved float32[3, 64], wanted float32[64, 3]"
+        "      saved float32[3, 64], wanted float32[64, 3]\n"
+        "\n"
+        "    fix: the model, and the optimizer, that the run was trained with; or another folder, for a run of this one."
     )
 
 

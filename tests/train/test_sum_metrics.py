@@ -168,7 +168,7 @@ BAD = {
     "three classes": (lambda: evaluated(BIGRAM, {"tokens": TOKENS, "targets": TEXT["targets"]}, {"auc": auc}), "auc: the outputs are"),
     "one number": (
         lambda: evaluated(CLASSES, {"x": ROWS, "label": LABELS}, {"m": FromSums(lambda o, t: o[..., 0], "m", finish=sum)}),
-        r"wanted \[rows, \.\.\., k\]",
+        r"m: float32\[\d+\]\.\n    fix: \[rows, \.\.\., k\], k numbers for each row\.",
     ),
     "other rows": (
         lambda: evaluated(CLASSES, DATA, {"m": FromSums(lambda o, t: o[:1], "m", finish=sum)}),
