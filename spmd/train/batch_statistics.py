@@ -13,9 +13,11 @@ from spmd.wire import collectives
 
 
 def no_stats(stats: Tree) -> Tree:
-    """What `add_stats` begins with: zeros for floats, in float32 or more, and the least value of other dtypes."""
+    """What `add_stats` begins with: zeros for floats, in float32 or more, and the least value of other numbers."""
 
     def empty(x: jax.Array) -> jax.Array:
+        if _is_key(x):
+            return x
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
         return jnp.full(x.shape, False if x.dtype == bool else jnp.iinfo(x.dtype).min, x.dtype)
@@ -24,9 +26,11 @@ def no_stats(stats: Tree) -> Tree:
 
 
 def add_stats(total: Tree, stats: Tree) -> Tree:
-    """The total with the statistics of one more part: the sum of floats, the maximum of counters."""
+    """The total with the statistics of one more part: the sum of floats, the maximum of counters, and its keys of random numbers."""
 
     def add(total: jax.Array, x: jax.Array) -> jax.Array:
+        if _is_key(x):
+            return x
         return total + x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.maximum(total, x)
 
     return jax.tree.map(add, total, stats)
@@ -48,8 +52,13 @@ def mean_stats(total: Tree, before: Tree, parts: int | jax.Array, axes: tuple[st
     def mean(x: jax.Array, old: jax.Array) -> jax.Array:
         if jnp.issubdtype(old.dtype, jnp.inexact):
             x = collectives.all_reduce(x, axes) / (count if known else jnp.maximum(count, 1))
-        else:
+        elif not _is_key(old):
             x = collectives.maximum(x, axes)
         return x.astype(old.dtype) if known else jnp.where(count > 0, x.astype(old.dtype), old)
 
     return jax.tree.map(mean, total, before)
+
+
+def _is_key(x: jax.Array) -> bool:
+    """Whether this is a key of random numbers, which no row changes."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -32,6 +32,7 @@ class Net(nnx.Module):
         self.teacher = Average(self.layer.kernel[...] + 0)
         self.centre = Average(jnp.zeros(8))
         self.vector = Average(jnp.ones(8) / 8**0.5)
+        self.key = Average(jax.random.key(7))
 
 
 def loss(model, batch):
@@ -45,6 +46,7 @@ def loss(model, batch):
     model.teacher[...] = 0.9 * model.teacher[...] + 0.1 * kernel
     model.centre[...] = 0.9 * model.centre[...] + 0.1 * jax.lax.stop_gradient(seen).mean(0)
     model.vector[...] = vector / jnp.linalg.norm(vector)
+    model.key[...] = jax.random.split(model.key[...])[0]
     model.norm(seen)  # its average is kept, and its result, which depends on all rows, is not used
     return -(targets * jax.nn.log_softmax(seen / jnp.linalg.norm(kernel @ model.vector[...]))).sum(1)
 
@@ -89,6 +91,7 @@ def test_statistics_are_those_of_the_full_batch(devices, accumulate, layout):
     assert_close(np.asarray(result.history["loss"]), np.asarray(losses), 1e-6)
     for name in ("calls", "times"):
         assert getattr(result.model, name)[...] == getattr(model, name)[...] == STEPS
+    assert jnp.array_equal(*(jax.random.key_data(each.key[...]) for each in (result.model, model)))
     for name in ("teacher", "centre", "vector"):
         assert_close(np.asarray(getattr(result.model, name)[...]), np.asarray(getattr(model, name)[...]), 1e-6)
     assert_close(np.asarray(result.model.norm.mean[...]), np.asarray(model.norm.mean[...]), 1e-6)
