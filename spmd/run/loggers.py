@@ -6,6 +6,8 @@ import itertools
 import json
 import logging
 import math
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ from spmd.run.pictures import FOLDER as PICTURES, channels, size
 from spmd.run.run_facts import RunFacts
 from spmd.train.histograms import Histogram, counts_not_finite
 from spmd.user_paths import as_path, make_folder, wrap_os_errors
+
+FLUSH_SECONDS = 120  # between two times that events are brought to the disk
 
 
 class Logger(Protocol):
@@ -140,35 +144,52 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path):
-        self._library, folder = import_extra("tensorboardX", "tensorboard"), as_path(folder, "TensorBoard: folder")
-        make_folder(folder, OptionError)
-        self._folder, self._run_folder, self._writer = str(folder), Path(), None
+        import_extra("tensorboardX", "tensorboard")
+        self._folder, self._run_folder = as_path(folder, "TensorBoard: folder"), Path()
+        make_folder(self._folder, OptionError)
+        self._file, self._flushed = Path(), 0.0
+        self._events: Any = None
         self._noted = False  # that it shows no SVG
 
     def begin(self, facts: RunFacts) -> None:
         """Write to a new file; of a run that resumes or starts again, it says from which step on earlier files do not count."""
         self.close()
         self._run_folder = facts.folder or Path()
-        again = facts.step or facts.follows
-        self._writer = self._library.SummaryWriter(self._folder, purge_step=facts.step + 1 if again else None)
+        # not its SummaryWriter, whose thread ends at the first error of the disk: the queue before it then blocks this process
+        files, protocol = importlib.import_module("tensorboardX.event_file_writer"), importlib.import_module("tensorboardX.proto.event_pb2")
+        number = secrets.token_hex(4)  # two runs may begin in one second
+        with wrap_os_errors(self._folder, OptionError):
+            self._events = files.EventsWriter(str(self._folder / "events"), f".{number}")
+        (self._file,) = self._folder.glob(f"*.{number}")
+        if facts.step or facts.follows:
+            self._add(facts.step + 1, session_log=protocol.SessionLog(status=protocol.SessionLog.START))
 
     def write(self, record: dict[str, Any]) -> None:
         """Write every number, histogram and picture of the record at its step."""
-        if self._writer is None:
+        if self._events is None:
             self.begin(RunFacts())
-        writer: Any = self._writer
+        summary = importlib.import_module("tensorboardX.summary")
         step, histograms = record["step"], {name: Histogram(**fields) for name, fields in record.get("histograms", {}).items()}
         for name, value in {**record, **counts_not_finite(histograms)}.items():
             if name != "step" and isinstance(value, int | float):
-                writer.add_scalar(name, value, step)
+                self._add(step, summary=summary.scalar(name, value))
         for name, each in histograms.items():
             # of the elements there are only counts, so sums are of the middles of bins
             middles = [(low + high) / 2 for low, high in itertools.pairwise(each.edges)]
             sums = [sum(count * middle**power for count, middle in zip(each.counts, middles, strict=True)) for power in (1, 2)]
             bounds = {"min": each.edges[0], "max": each.edges[-1], "num": sum(each.counts), "sum": sums[0], "sum_squares": sums[1]}
-            writer.add_histogram_raw(name, **bounds, bucket_limits=each.edges[1:], bucket_counts=each.counts, global_step=step)
+            self._add(step, summary=summary.histogram_raw(name, **bounds, bucket_limits=each.edges[1:], bucket_counts=each.counts))
         for name, path in record.get(PICTURES, {}).items():
             self._write_picture(f"{PICTURES}/{name}", self._run_folder / path, step)
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            with wrap_os_errors(self._file, OptionError):
+                self._events.flush()
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = importlib.import_module("tensorboardX.proto.event_pb2").Event(step=step, wall_time=time.time(), **content)
+        with wrap_os_errors(self._file, OptionError):
+            self._events.write_event(event)
 
     def _write_picture(self, name: str, path: Path, step: int) -> None:
         if path.suffix != ".png":
@@ -179,14 +200,14 @@ class TensorBoard:
         summary, content = importlib.import_module("tensorboardX.proto.summary_pb2").Summary, path.read_bytes()
         width, height = size(content)
         image = summary.Image(height=height, width=width, colorspace=channels(content), encoded_image_string=content)
-        writer: Any = self._writer
-        writer.file_writer.add_summary(summary(value=[summary.Value(tag=name, image=image)]), step)
+        self._add(step, summary=summary(value=[summary.Value(tag=name, image=image)]))
 
     def close(self) -> None:
         """Flush and close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        events, self._events = self._events, None
+        if events is not None:
+            with wrap_os_errors(self._file, OptionError):
+                events.close()
 
 
 def begin_loggers(loggers: Sequence[Logger], make_facts: Callable[[], RunFacts]) -> list[str]:

@@ -12,6 +12,7 @@ import spmd
 from spmd.errors import CallbackError, OptionError
 from spmd.run.loggers import JsonLines, TensorBoard
 from tests.compare import assert_close, relative_difference
+from tests.processes import room_for
 
 
 class Memory:
@@ -194,6 +195,17 @@ def test_json_lines_keep_a_last_line_that_is_no_record(tmp_path):
     log.write({"step": 3})
     log.close()
     assert (tmp_path / "log.jsonl").read_text() == '# notes\n{"step": 3}\n'
+
+
+def test_tensorboard_on_a_full_disk(tmp_path):
+    """It names its file, and does not wait for a thread that the disk's error has ended."""
+    log = TensorBoard(tmp_path / "tb")
+    log.write({"step": 0, "loss": 0.5})
+    with room_for(4000), pytest.raises(OptionError, match=r"the file .*/tb/events\.out\..* cannot be written: File too large"):
+        for step in range(1, 1000):
+            log.write({"step": step, "loss": 0.5})
+    log.close()
+    assert [event[0] for event in scalars(tmp_path / "tb")][:20] == [*range(20)]
 
 
 @pytest.mark.parametrize("resume", [True, False])
