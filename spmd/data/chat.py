@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from spmd.data.template_client import Renderer
 from spmd.data.text_files import check_text
-from spmd.errors import DataError, did_you_mean, first_line, import_extra, join_names, option, quoted, type_name
+from spmd.errors import DataError, did_you_mean, join_names, option, quoted, type_name
 
 Message = dict[str, str]
 TEMPLATE = "template"  # the name that stands for the folder's template
@@ -92,7 +93,7 @@ def formats() -> dict[str, ChatFormat]:
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """The template of a tokenizer's folder, rendered by jinja2 in its sandbox.
+    """The template of a tokenizer's folder, rendered by jinja2 in its sandbox, in a process with little memory and time.
 
     `strftime_now` is not defined, so that a text does not depend on the day; templates then take a date of their own.
 
@@ -107,62 +108,42 @@ class ChatTemplate:
     answers: bool
 
     def __post_init__(self):
-        self._template  # noqa: B018  compiled now, for its errors
+        self._renderer  # noqa: B018  compiled now, for its errors
 
     @functools.cached_property
-    def _template(self) -> Any:
-        jinja2 = import_extra("jinja2", "text")
-        sandbox, extensions = import_extra("jinja2.sandbox", "text"), import_extra("jinja2.ext", "text")
-
-        class Generation(extensions.Extension):  # transformers' block around an answer
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-        def refuse(why: str) -> None:
-            raise ValueError(why)
-
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[extensions.loopcontrols, Generation]
-        )
-        environment.globals["raise_exception"] = refuse
-        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    def _renderer(self) -> Renderer:
         try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateError as error:
+            return Renderer(self.source)
+        except ValueError as error:
             fix = f"a template of jinja2, or {option('chat')} one of {join_names(formats())}."
-            raise DataError(f"the tokenizer's chat template cannot be read: {first_line(error)}.", fix=fix) from error
+            raise DataError(f"the tokenizer's chat template cannot be read: {error}.", fix=fix) from error
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "_template"}
+        return {name: value for name, value in vars(self).items() if name != "_renderer"}
 
     def render(self, messages: list[Message]) -> Rendered:
         """The text of a conversation.
 
         Raises:
-          ValueError: the template refuses it, or the text up to an answer is no beginning of the complete text.
+          ValueError: the template refuses it, takes too long, or the text up to an answer is no beginning of the complete text.
         """
-        text, answers = self._text(messages, False), []
-        for at, message in enumerate(messages):
-            if self.answers and message["role"] == "assistant":
-                begin, end = self._text(messages[:at], True), self._text(messages[: at + 1], False)
-                if not (text.startswith(end) and end.startswith(begin)):
-                    why = f"the template writes the conversation up to message {at + 1} in another way than in the complete text"
-                    raise ValueError(f"{why}, so the answer cannot be found in it")
-                answers.append((len(begin), len(end)))
+        places = [at for at, message in enumerate(messages) if self.answers and message["role"] == "assistant"]
+        parts = [part for at in places for part in ((messages[:at], True), (messages[: at + 1], False))]
+        text, *texts = self._texts((messages, False), *parts)
+        answers = []
+        for at, begin, end in zip(places, texts[::2], texts[1::2], strict=True):
+            if not (text.startswith(end) and end.startswith(begin)):
+                why = f"the template writes the conversation up to message {at + 1} in another way than in the complete text"
+                raise ValueError(f"{why}, so the answer cannot be found in it")
+            answers.append((len(begin), len(end)))
         return Rendered(text, answers)
 
     def prompt(self, messages: list[Message]) -> str:
         """The text of a conversation up to where the assistant is to answer."""
-        return self._text(messages, True)
+        return self._texts((messages, True))[0]
 
-    def _text(self, messages: list[Message], prompt: bool) -> str:
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **self.names)
-        except Exception as error:  # a template is a program
-            raise ValueError(f"the chat template raises {first_line(error)}") from error
+    def _texts(self, *parts: tuple[list[Message], bool]) -> list[str]:
+        return self._renderer([{**self.names, "messages": messages, "add_generation_prompt": prompt} for messages, prompt in parts])
 
 
 def messages_of(value: Any, field: str, special: re.Pattern) -> list[Message]:

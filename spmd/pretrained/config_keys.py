@@ -11,18 +11,34 @@ ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
 }
 
-# Keys that change no result of a model here: names and versions; how weights were initialised; what transformers' own code returns, caches
-# or runs on; heads of other tasks; what generation takes as its own arguments.
-IRRELEVANT = frozenset(
-    """model_type architectures transformers_version torch_dtype dtype _name_or_path _commit_hash auto_map task_specific_params
-    initializer_range use_cache cache_implementation return_dict output_hidden_states output_attentions torchscript
-    _attn_implementation_autoset attn_implementation pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn tf_legacy_loss
-    use_bfloat16 bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id num_labels problem_type
-    finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    temperature top_k top_p typical_p do_sample max_length min_length max_new_tokens num_beams num_return_sequences repetition_penalty
-    length_penalty early_stopping no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens prefix
-    unsloth_fixed unsloth_version _sliding_window_pattern""".split()
-)
+# Keys that change no result of a model here, by the reason.
+IRRELEVANT_BY_REASON = {
+    "a name, a version, or where the file is from; `find` compares model_type and architectures": (
+        "model_type architectures transformers_version _name_or_path _commit_hash auto_map task_specific_params unsloth_fixed "
+        "unsloth_version"
+    ),
+    "the dtype of the files, which their headers say": "torch_dtype dtype use_bfloat16",
+    "how weights were initialised": "initializer_range",
+    "what transformers' own code returns, caches or runs on": (
+        "use_cache cache_implementation return_dict output_hidden_states output_attentions torchscript attn_implementation "
+        "_attn_implementation_autoset tf_legacy_loss"
+    ),
+    "in what parts products are computed; their sums are the same": "pretraining_tp chunk_size_feed_forward",
+    "scores in float32, as they are here in any case": "reorder_and_upcast_attn",
+    "a token's id, which generation and data read": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id",
+    "classes and heads of other tasks; an encoder reads id2label": (
+        "id2label label2id num_labels problem_type finetuning_task summary_type summary_use_proj summary_activation "
+        "summary_proj_to_labels summary_first_dropout"
+    ),
+    "generation takes or reports it": (
+        "temperature top_k top_p typical_p do_sample max_length min_length max_new_tokens num_beams num_return_sequences "
+        "repetition_penalty length_penalty early_stopping no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens prefix"
+    ),
+    "layer_types, which transformers makes of sliding_window_pattern, says it; it writes this one beside and never reads it": (
+        "_sliding_window_pattern"
+    ),
+}
+IRRELEVANT = frozenset(key for keys in IRRELEVANT_BY_REASON.values() for key in keys.split())
 # Keys that would change results if they were set: they may be there with these values only.
 UNSET: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),

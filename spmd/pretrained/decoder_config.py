@@ -231,19 +231,22 @@ def _ropes(keys: ConfigKeys, family: Family, head_dim: int, length: int | None) 
     key = "rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling"
     said = keys.config.get(key) or {}
     older = keys.config.get("rope_scaling") or said
-    if isinstance(said, Mapping) and isinstance(older, Mapping) and _scaling(older) != _scaling(said):
-        keys.wrong("rope_scaling", "rope_parameters says something else, and transformers lets this one win: wanted one of them")
-    if not isinstance(said, Mapping):
-        keys.wrong(key, "wanted a table")
+    if wrong := [name for name, table in ((key, said), ("rope_scaling", older)) if not isinstance(table, Mapping)]:
+        keys.wrong(wrong[0], "wanted a table")
         return (Rope.of(theta, head_dim),)
+    if _scaling(older) != _scaling(said):
+        keys.wrong("rope_scaling", "rope_parameters says something else, and transformers lets this one win: wanted one of them")
     if local is None:
         return (_rope(keys, key, said, theta, length, head_dim),)
     if key == "rope_scaling" or not said.keys() & {"full_attention", "sliding_attention"}:
         return _rope(keys, key, said, theta, length, head_dim), Rope.of(local, head_dim)
     bases = {"full_attention": theta, "sliding_attention": local}
-    if said.keys() - bases.keys():
+    if said.keys() - bases.keys() or not all(isinstance(said.get(name) or {}, Mapping) for name in bases):
         keys.wrong(key, f"wanted {' and '.join(bases)}, a table each")
-    return tuple(_rope(keys, key, said.get(name) or {}, base, length, head_dim) for name, base in bases.items())
+        return Rope.of(theta, head_dim), Rope.of(local, head_dim)
+    full, sliding = (said.get(name) or {} for name in bases)
+    with_window = _rope(keys, key, sliding, local, length, head_dim, base="rope_local_base_freq")
+    return _rope(keys, key, full, theta, length, head_dim), with_window
 
 
 def _scaling(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,11 +255,15 @@ def _scaling(table: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": said.pop("type", "default"), **said}
 
 
-def _rope(keys: ConfigKeys, key: str, said: Mapping[str, Any], theta: float, length: int | None, head_dim: int) -> Rope:
-    """One rotation, from its table."""
+def _rope(
+    keys: ConfigKeys, key: str, said: Mapping[str, Any], theta: float, length: int | None, head_dim: int, *, base: str = "rope_theta"
+) -> Rope:
+    """One rotation, from its table; `base`: the older key for its base, `theta`."""
     said = {name: value for name, value in said.items() if value is not None}
     kind = said.pop("rope_type", said.pop("type", "default"))
     said.pop("type", None)
+    if "rope_theta" in said and keys.config.get(base) not in (None, said["rope_theta"]):
+        keys.wrong(base, f"{key} says {short_repr(said['rope_theta'])}, and transformers lets that one win: wanted one of them")
     theta = said.pop("rope_theta", theta)
     plain = Rope.of(10_000.0, head_dim)
     if not is_number(theta) or said.pop("partial_rotary_factor", 1.0) != 1.0:

@@ -1,6 +1,7 @@
 """`spmd.data.text`: documents, their tokens and answers, rows, positions, and all that cannot be used."""
 
 import collections
+import gc
 import json
 import logging
 import pickle
@@ -11,8 +12,8 @@ import pytest
 import texts
 
 import spmd
-from spmd.data import text_records
-from spmd.data.chat import formats
+from spmd.data import template_client, text_records
+from spmd.data.chat import ChatTemplate, formats
 from spmd.data.packing import OPEN, pack_documents, unpack
 from spmd.data.sources import RecordSource
 from spmd.errors import DataError, MissingExtraError, OptionError, SpmdError
@@ -412,6 +413,65 @@ def test_invalid_text_raises(name, tmp_path, monkeypatch, golden):
     if name in ("damaged tokenizer", "template that is none"):  # the rest is another package's
         message = message.partition(":")[0]
     golden(f"text_{name.replace(' ', '_')}", f"{message}\n    fix: {fix}" if fix else message)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+MACROS = "{% macro f() %}{{ g() }}{{ g() }}{% endmacro %}{% macro g() %}" + ENDLESS + "{% endmacro %}{{ f() }}"
+DOUBLES = "{% set n = namespace(t='xxxxxxxx') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}"
+ATTACKS = {  # by name: a template, and what is said of it
+    "a number at compile time": ("{{ 10 ** (10 ** 10) }}", "cannot be read: no end: it has computed for 1 seconds"),
+    "a number": ("{% set x = messages|length + 9 %}{{ x ** (x ** x) }}", "no end: it has computed for 1 seconds"),
+    "loops in loops": (ENDLESS, "no end: it has computed for 1 seconds"),
+    "macros": (MACROS, "no end: it has computed for 1 seconds"),
+    "text at compile time": ("{{ 'x' * 10 ** 10 }}", "MemoryError"),
+    "text": ("{{ messages[0].content * 10 ** 9 }}", "MemoryError"),
+    "text that doubles": (DOUBLES, "MemoryError"),
+    "a width": ("{{ messages[0].content.ljust(10 ** 10) }}", "MemoryError"),
+    "a format": ("{{ '%999999999d' % messages|length }}", "MemoryError"),
+    "a list": ("{{ (messages * 10 ** 9)|length }}", "MemoryError"),
+    "a long text": ("{{ messages[0].content * 10 ** 6 }}", "its text has 5,000,000 characters; at most 1,000,000 are allowed"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    "files": ("{% include '/etc/passwd' %}", "TypeError: no loader for this environment specified"),
+    "attributes": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_chat_template_is_bounded_in_time_and_memory(name, monkeypatch):
+    monkeypatch.setattr(template_client, "SECONDS", 1)
+    monkeypatch.setattr(template_client, "MOST_MEMORY", 256 << 20)
+    monkeypatch.setattr(template_client, "MOST_TEXT", 1_000_000)
+    source, said = ATTACKS[name]
+    with pytest.raises((ValueError, DataError)) as caught:
+        ChatTemplate(source, {}, False).prompt(HELLO)
+    assert said in str(caught.value)
+
+
+def test_chat_template_serves_after_a_conversation_that_ended_its_process(monkeypatch):
+    monkeypatch.setattr(template_client, "SECONDS", 1)
+    template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}{{ eos }}", {"eos": "!"}, False)
+    assert template.prompt(HELLO) == "hello!"
+    process = template._renderer._process
+    assert template.prompt(HELLO) == "hello!" and template._renderer._process is process
+    with pytest.raises(ValueError, match="the chat template raises no end: it has computed for 1 seconds"):
+        template.prompt(HELLO * 2)
+    assert template.prompt(HELLO) == "hello!" and template._renderer._process is not process and process.returncode is not None
+
+
+def test_process_of_a_chat_template_ends_with_it():
+    template = ChatTemplate("{{ messages[0].content }}", {}, False)
+    process = template._renderer._process
+    assert pickle.loads(pickle.dumps(template)).prompt(HELLO) == "hello" and process.poll() is None
+    del template
+    gc.collect()
+    assert process.returncode is not None
+
+
+def test_old_jinja2_is_refused(monkeypatch):
+    monkeypatch.setattr(template_client.importlib.metadata, "version", lambda _: "3.1.5")
+    with pytest.raises(MissingExtraError, match=r"jinja2 3\.1\.5 is installed, .*\n +fix: .*, which installs 3\.1\.6 or newer\."):
+        ChatTemplate("a", {}, False)
 
 
 def test_files_of_other_kinds_are_refused(place, tmp_path):
