@@ -141,6 +141,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
       ... except spmd.SpmdError as error:
       ...     print(error)
       nowhere: there is no such folder.
+          fix: the folder that result.export(...) wrote.
     """
     import_extra("flatbuffers", "export")
     place = as_path(folder, "folder")
