@@ -229,7 +229,8 @@ class Program:
             return Reading(mean=True)
         blocks = [path for group in self.sync.blocks for path in group]
         reading = read_objective(self.placed, self._train_objective, self.sample, parts, blocks)
-        reading = dataclasses.replace(reading, mean=reading.mean and not self.own_backward, backward=self.own_backward)
+        if not of_parts:
+            reading = dataclasses.replace(reading, mean=reading.mean and not self.own_backward, backward=self.own_backward)
         source = self.placed.resolved.layout.source
         if pipelined:
             check_pipelined(reading, source)

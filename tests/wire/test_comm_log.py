@@ -477,7 +477,7 @@ def test_wire_bytes_are_a_metric_of_every_step():
     trainer = trainer_of(gradients("int8"))
     state, metrics = trainer.step(trainer.init(), batch())
     assert metrics["wire_bytes"] == trainer.wire.bytes() > 0
-    assert set(metrics) == {"loss", "wire_bytes"}
+    assert set(metrics) == {"loss", "wire_bytes", "compression_ratio"} and metrics["compression_ratio"] > 2
     (info,) = trainer.steps(batch(), batch_size=16, state=state)
     assert info.metrics["wire_bytes"] == trainer.wire.bytes()
 
