@@ -437,6 +437,7 @@ ATTACKS = {  # by name: a template, and what is said of it
 }
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_chat_template_is_bounded_in_time_and_memory(name, monkeypatch):
     monkeypatch.setattr(template_client, "SECONDS", 1)

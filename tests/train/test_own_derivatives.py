@@ -104,6 +104,7 @@ def assert_equals_reference(name, result):
     assert_close(np.asarray(result.model.kernel[...]), kernel, 1e-5)
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(("devices", "layout"), [(1, "data_parallel"), (8, "data_parallel"), (8, "fsdp")], ids=["one device", "8", "fsdp"])
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_nonlinear_backward_passes(name, devices, layout):
