@@ -181,15 +181,14 @@ class TensorBoard:
             self._add(step, summary=summary.histogram_raw(name, **bounds, bucket_limits=each.edges[1:], bucket_counts=each.counts))
         for name, path in record.get(PICTURES, {}).items():
             self._write_picture(f"{PICTURES}/{name}", self._run_folder / path, step)
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self._flushed = time.monotonic()
-            with wrap_os_errors(self._file, OptionError):
-                self._events.flush()
 
     def _add(self, step: int, **content: Any) -> None:
         event = importlib.import_module("tensorboardX.proto.event_pb2").Event(step=step, wall_time=time.time(), **content)
         with wrap_os_errors(self._file, OptionError):
             self._events.write_event(event)
+            if time.monotonic() - self._flushed > FLUSH_SECONDS:
+                self._flushed = time.monotonic()
+                self._events.flush()
 
     def _write_picture(self, name: str, path: Path, step: int) -> None:
         if path.suffix != ".png":
