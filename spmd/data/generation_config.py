@@ -1,12 +1,12 @@
 """What a folder's generation_config.json asks for, as `transformers` reads it: tokens that end a text, and how tokens are chosen."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import DataError, first_line, short_repr, type_name
+from spmd.data.text_files import json_object
+from spmd.errors import DataError, short_repr
 
 FILES = ("generation_config.json", "config.json")  # the first that says something counts, as for `transformers`
 
@@ -88,15 +88,8 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 def _contents(folder: Path) -> Any:
     """Each file that there is, and its content."""
     for path in (folder / name for name in FILES):
-        if not path.is_file():
-            continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written.") from error
-        if not isinstance(content, dict):
-            raise DataError(f"{path} holds {type_name(content)}.", fix="an object with named fields, as it was written.")
-        yield path, content
+        if path.is_file():
+            yield path, json_object(path)
 
 
 def _value(path: Path, content: dict[str, Any], key: str, default: Any, holds: Any, wanted: str) -> Any:

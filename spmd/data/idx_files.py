@@ -33,7 +33,7 @@ def read_idx(path: str | Path) -> np.ndarray:
         )
     dtype, ndim = np.dtype(_TYPES[raw[2]]), raw[3]
     if len(raw) < 4 + 4 * ndim:
-        raise DataError(f"{path}: the header of {ndim} dims is cut off.", fix="download it again.")
+        raise DataError(f"{path}: the header of {ndim} dims is truncated.", fix="download it again.")
     shape = struct.unpack(f">{ndim}I", raw[4 : 4 + 4 * ndim])
     data = raw[4 + 4 * ndim :]
     if len(data) != math.prod(shape) * dtype.itemsize:

@@ -21,6 +21,21 @@ NEWLINE = 10
 KEPT = 8  # row groups: text is larger than numbers
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file.
+
+    Raises:
+      DataError: it is no JSON, or no object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds {type_name(content)}.", fix="an object with named fields, as it was written.")
+    return content
+
+
 class Documents(abc.ABC):
     """Documents of files by number, each a dict of what was stored.
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd.data.chat import TEMPLATE, ChatFormat, ChatTemplate, Rendered, chat_format, formats, messages_of
-from spmd.data.text_files import text_of
+from spmd.data.text_files import json_object, text_of
 from spmd.errors import DataError, OptionError, first_line, import_extra, join_names, option, quoted, short_repr, type_name
 from spmd.user_paths import as_path
 
@@ -94,12 +93,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     settings: Any = {}
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     if path.is_file():
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written.") from error
-        if not isinstance(settings, dict):
-            raise DataError(f"{path} holds {type_name(settings)}.", fix="an object with named fields, as it was written.")
+        settings = json_object(path)
     return {**settings, "chat_template": template.read_text(encoding="utf-8")} if template.is_file() else settings
 
 

@@ -58,7 +58,7 @@ class Logger(Protocol):
 class JsonLines:
     """One JSON object per line, appended to a file; a resumed run appends to the same file.
 
-    A number that is not finite is written as null, since JSON cannot represent it. A last line that was cut off, as by a full disk, is
+    A number that is not finite is written as null, since JSON cannot represent it. A truncated last line, as a full disk leaves, is
     removed with a warning.
 
     Args:
@@ -83,12 +83,12 @@ class JsonLines:
             self._unwritten = self._end_last_line()  # and later what a full disk did not take: it comes before the next line
 
     def _end_last_line(self) -> bytes:
-        """Remove a record that was cut off; returns what a last line without an end lacks."""
+        """Remove a truncated record; returns what a last line without an end lacks."""
         last = _last_line(self._path) if self._path.is_file() else b""
         if not last.startswith((b"{", b"\0")) or _is_json(last):  # zeros are of a machine that lost its power
             return b"\n" if last else b""
         self._file.truncate(self._path.stat().st_size - len(last))
-        logging.getLogger("spmd").warning("%s: its last record was cut off, and is removed: %s", self._path, short_repr(last))
+        logging.getLogger("spmd").warning("%s: its last record is truncated, and is removed: %s", self._path, short_repr(last))
         return b""
 
     def write(self, record: dict[str, Any]) -> None:
@@ -145,6 +145,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path):
         import_extra("tensorboardX", "tensorboard")
+        self._events_of, self._summaries = (importlib.import_module(f"tensorboardX.proto.{name}_pb2") for name in ("event", "summary"))
         self._folder, self._run_folder = as_path(folder, "TensorBoard: folder"), Path()
         make_folder(self._folder, OptionError)
         self._file, self._flushed = Path(), 0.0
@@ -156,13 +157,13 @@ class TensorBoard:
         self.close()
         self._run_folder = facts.folder or Path()
         # not its SummaryWriter, whose thread ends at the first error of the disk: the queue before it then blocks this process
-        files, protocol = importlib.import_module("tensorboardX.event_file_writer"), importlib.import_module("tensorboardX.proto.event_pb2")
+        files, session = importlib.import_module("tensorboardX.event_file_writer"), self._events_of.SessionLog
         number = secrets.token_hex(4)  # two runs may begin in one second
         with wrap_os_errors(self._folder, OptionError):
             self._events = files.EventsWriter(str(self._folder / "events"), f".{number}")
         (self._file,) = self._folder.glob(f"*.{number}")
         if facts.step or facts.follows:
-            self._add(facts.step + 1, session_log=protocol.SessionLog(status=protocol.SessionLog.START))
+            self._add(facts.step + 1, session_log=session(status=session.START))
 
     def write(self, record: dict[str, Any]) -> None:
         """Write every number, histogram and picture of the record at its step."""
@@ -183,7 +184,7 @@ class TensorBoard:
             self._write_picture(f"{PICTURES}/{name}", self._run_folder / path, step)
 
     def _add(self, step: int, **content: Any) -> None:
-        event = importlib.import_module("tensorboardX.proto.event_pb2").Event(step=step, wall_time=time.time(), **content)
+        event = self._events_of.Event(step=step, wall_time=time.time(), **content)
         with wrap_os_errors(self._file, OptionError):
             self._events.write_event(event)
             if time.monotonic() - self._flushed > FLUSH_SECONDS:
@@ -196,7 +197,7 @@ class TensorBoard:
                 self._noted = True
                 logging.getLogger("spmd").warning("TensorBoard shows no SVG files, such as %s.", path)
             return
-        summary, content = importlib.import_module("tensorboardX.proto.summary_pb2").Summary, path.read_bytes()
+        summary, content = self._summaries.Summary, path.read_bytes()
         width, height = size(content)
         image = summary.Image(height=height, width=width, colorspace=channels(content), encoded_image_string=content)
         self._add(step, summary=summary(value=[summary.Value(tag=name, image=image)]))

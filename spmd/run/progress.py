@@ -74,13 +74,10 @@ class Progress:
         self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
         self._doing: list[tuple[str, float]] = []  # what is done and since when, innermost last
 
-    def start(self, step: int, total: int | None, doing: str = "compiling", pace: Pace | None = None) -> None:
-        """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update.
-
-        Rates are measured from `pace` on, or else from that of the first update, which leaves out what was compiled before it.
-        """
+    def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
+        """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update, from whose pace on rates are measured."""
         del doing
-        self._started = self._measured = pace
+        self._started = self._measured = None
         self._total = total
 
     def begin(self, pace: Pace) -> None:
@@ -238,9 +235,9 @@ class Bar(Progress):
         self._task: Any = None
         self._line = False  # whether a line shows what is done before the bar
 
-    def start(self, step: int, total: int | None, doing: str = "compiling", pace: Pace | None = None) -> None:
+    def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
         """Draw the bar at `step` of `total` (None: unknown)."""
-        super().start(step, total, doing, pace)
+        super().start(step, total, doing)
         self._show_doing("", 0.0)
         self._task = self._bar.add_task("", total=total, completed=step, text="")
         self._set_text(step, [doing], "")

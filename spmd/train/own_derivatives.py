@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from spmd.jaxpr import ONE_CALL, equations, inner_jaxprs, scanned
 from spmd.tracebacks import users_line
-from spmd.train.batch_rows.walk import JAX, defined_in, evaluated
+from spmd.train.batch_rows.walk import JAX, both_passes, defined_in
 
 OURS = str(Path(__file__).parents[1])  # our backward passes take gradients of any scale, or are layers that a layout asks for
 
@@ -51,31 +50,22 @@ def nonlinear_backward(jaxpr: Any) -> str:
     """A function in a loss whose backward pass is known not to be linear, with the user's line that calls it; "" if there is none."""
     for equation in equations(jaxpr):
         if equation.primitive.name.startswith("custom_vjp_call") and not defined_in(equation).startswith((JAX, OURS)):
-            floats = [number for number, var in enumerate(equation.invars) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
-            if _is_nonlinear(equation, floats):
+            if _is_nonlinear(equation):
                 traceback = equation.source_info.traceback
                 line = users_line((frame.file_name, frame.line_num) for frame in (traceback.frames if traceback else ()))
                 return f"a function with a backward pass of its own{f' at {line}' if line else ''}"
     return ""
 
 
-def _is_nonlinear(equation: Any, floats: Sequence[int]) -> bool:
-    def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
-        def forward(*chosen: Any) -> list[Any]:
-            given = dict(enumerate(inputs)) | dict(zip(floats, chosen, strict=True))
-            return evaluated(equation, [given[number] for number in range(len(inputs))])
-
-        return jax.vjp(forward, *(inputs[number] for number in floats))[1](cotangents)
-
-    inputs, cotangents = ([jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in each] for each in (equation.invars, equation.outvars))
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in cotangents):
+def _is_nonlinear(equation: Any) -> bool:
+    if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in equation.outvars):
         return False
     try:
-        closed = jax.make_jaxpr(backward)(inputs, cotangents)
+        closed = both_passes(equation)
     except Exception:  # whatever the user's functions raise here, outside their loss, such as for a name of an axis; the step decides
         return False
-    parts = dependence(closed.jaxpr, [Part.FIXED] * len(inputs) + [Part.LINEAR] * len(cotangents), closed.consts)
-    return any(part in (Part.FIXED, Part.OTHER) for part in parts)
+    parts = dependence(closed.jaxpr, [Part.FIXED] * len(equation.invars) + [Part.LINEAR] * len(equation.outvars), closed.consts)
+    return any(part in (Part.FIXED, Part.OTHER) for part in parts[len(equation.outvars) :])
 
 
 def dependence(jaxpr: Any, parts: Sequence[Part], consts: Sequence[Any] = ()) -> list[Part]:

@@ -10,6 +10,7 @@ import spmd
 from spmd.data import csv_checks, csv_grammar
 from spmd.data.sources import RecordSource
 from spmd.errors import DataError
+from tests.counted import counted_names
 
 ALPHABETS = ['a1,"\n', 'a,"\n\r', 'a," \t\n\r', '"\n,']
 
@@ -128,20 +129,12 @@ def test_the_line_of_a_record_is_counted_by_any_line_break(tmp_path):
 
 def test_work_on_columns_grows_with_their_number(tmp_path, monkeypatch):
     """Counts comparisons of names."""
-
-    class Name(str):
-        compared = 0
-        __hash__ = str.__hash__
-
-        def __eq__(self, other):
-            Name.compared += 1
-            return str.__eq__(self, other)
-
+    name_class = counted_names()
     wide = 2000
     path = written.csv(tmp_path / "a.csv", [",".join(["1"] * wide)], ",".join(f"c{at}" for at in range(wide)))
     read = csv_checks._header
-    monkeypatch.setattr(csv_checks, "_header", lambda *arguments: [Name(name) for name in read(*arguments)])
-    names = [Name(f"c{at}") for at in reversed(range(wide))]
+    monkeypatch.setattr(csv_checks, "_header", lambda *arguments: [name_class(name) for name in read(*arguments)])
+    names = [name_class(f"c{at}") for at in reversed(range(wide))]
     data = spmd.data.csv(path, columns={"x": names, "y": names[:5]}, types={name: "int32" for name in names[:9]}, batch_size=1)
     assert next(iter(data))["x"].tolist() == [[1] * wide]
-    assert Name.compared < 50 * wide
+    assert name_class.compared < 50 * wide

@@ -76,7 +76,7 @@ def test_each_kind_of_damage_has_its_error(tmp_path):
         refused(tmp_path, raw + b"x")
         == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7841.\n    fix: download it again."
     )
-    assert refused(tmp_path, raw[:10]) == "FILE: the header of 3 dims is cut off.\n    fix: download it again."
+    assert refused(tmp_path, raw[:10]) == "FILE: the header of 3 dims is truncated.\n    fix: download it again."
     assert refused(tmp_path, b"") == f"FILE is not an IDX file: it starts with ''.{IDX}"
     assert refused(tmp_path, b"\x89PNG" + raw) == f"FILE is not an IDX file: it starts with '89 50 4e 47'.{IDX}"
     assert refused(tmp_path, b"\0\0\x0a\x01" + raw) == f"FILE is not an IDX file: it starts with '00 00 0a 01'.{IDX}"

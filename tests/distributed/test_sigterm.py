@@ -48,6 +48,13 @@ def started(*words):
         process.communicate()
 
 
+def wait_until_ready(process, run):
+    """Wait for a launched job to be in its phase, where it stays until a signal; a job that never is fails its test after 200 s."""
+    until = time.monotonic() + 200
+    while not any("READY" in line for _, line in run.lines) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 def end_once_ready(process):
     """SIGTERM, once the job is in its phase, where it waits for that as long as needed."""
     for line in process.stdout:
@@ -81,9 +88,7 @@ def test_sigterm_to_several_processes(phase, whom, tmp_path):
         step = 8
 
     def ask(process, run):
-        until = time.monotonic() + 200
-        while not any("READY" in line for _, line in run.lines) and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until_ready(process, run)
         pid = process.pid if whom == "the launcher" else int(children(process.pid)[1])
         os.kill(pid, signal.SIGTERM)
 
@@ -138,9 +143,7 @@ def test_chosen_signal_to_one_of_several_processes(number, tmp_path, monkeypatch
     monkeypatch.setenv("SPMD_STOP_SIGNALS", "USR1")
 
     def ask(process, run):
-        until = time.monotonic() + 200
-        while not any("READY" in line for _, line in run.lines) and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until_ready(process, run)
         os.kill(int(children(process.pid)[1]), number)
 
     with handled_by(signal.SIG_DFL):

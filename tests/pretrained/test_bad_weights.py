@@ -17,6 +17,7 @@ from spmd.errors import SpmdError
 from spmd.pretrained import read_weights, safetensors_files
 from spmd.pretrained.name_map import NameMap
 from spmd.pretrained.safetensors_files import MOST_HEADER, open_files, write_file
+from tests.counted import counted_names
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -115,23 +116,13 @@ def test_names_of_shards_that_no_file_of_the_folder_has(tmp_path, name, shown, w
     )
 
 
-class Compared(str):
-    """A name that counts how often it is compared with another."""
-
-    count = 0
-    __hash__ = str.__hash__
-
-    def __eq__(self, other):
-        Compared.count += 1
-        return str.__eq__(self, other)
-
-
 def test_cost_of_an_index_of_many_shards_is_linear(tmp_path, monkeypatch):
     index_of(tmp_path, {})
-    listed = {f"w{number}": Compared(f"../{number}") for number in range(2000)}
+    name = counted_names()
+    listed = {f"w{number}": name(f"../{number}") for number in range(2000)}
     monkeypatch.setattr(safetensors_files, "_parse", lambda *_: {"weight_map": listed})
     assert "2000 problems" in text_of(lambda: open_files(tmp_path), tmp_path)
-    assert Compared.count < 100_000
+    assert name.compared < 100_000
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])

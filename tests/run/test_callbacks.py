@@ -22,7 +22,7 @@ BUILT_IN = {
     "CheckReplicas": lambda: callbacks.CheckReplicas(every=2),
     "StopAt": lambda: callbacks.StopAt(step=1000, seconds=1000),
 }
-NEEDS_TEXT = {"Samples"}  # writes on from prompts, which only a model of text can: tests/inference/test_samples.py
+NEEDS_TEXT = {"Samples"}  # continues prompts, which only a model of text can: tests/inference/test_samples.py
 
 
 # the contract ---------------------------------------------------------------------------------------------------------

@@ -169,8 +169,8 @@ LAST = {  # by name: what a file ends with, and what then stays of it
     "nothing": (b"", []),
     "complete": (b'{"step": 2}\n', [{"step": 2}]),
     "complete, no end": (b'{"step": 2}', [{"step": 2}]),
-    "number cut off": (b'{"step": 2', []),
-    "long record cut off": (json.dumps(LONG).encode()[:-1], []),
+    "truncated number": (b'{"step": 2', []),
+    "truncated long record": (json.dumps(LONG).encode()[:-1], []),
     "a line break is all": (b"\n", []),
     "zeros": (b"\0" * 5000, []),
     "record and zeros": (b'{"step": 2}' + b"\0" * 5000, []),
@@ -186,7 +186,7 @@ def test_json_lines_continue_a_file_that_was_cut_off(name, before, tmp_path, cap
     log.write({"step": 3})
     log.close()
     assert [json.loads(line) for line in path.read_text().splitlines() if line] == [*before, *kept, {"step": 3}]
-    assert ("its last record was cut off, and is removed" in caplog.text) == (not last.endswith((b"\n", b"}")) and last != b"")
+    assert ("its last record is truncated, and is removed" in caplog.text) == (not last.endswith((b"\n", b"}")) and last != b"")
 
 
 def test_json_lines_keep_a_last_line_that_is_no_record(tmp_path):

@@ -52,7 +52,8 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 def test_an_update_after_no_time_keeps_the_rate(console):
     """Many steps may end at once, as those of a call of a sweep: their number over the time since the last redraw is no speed."""
     display = make_progress("auto")
-    display.start(0, 40, pace=Pace(0, 1000.0))
+    display.start(0, 40)
+    display.begin(Pace(0, 1000.0))
     display.update(20, 1, {"loss": 0.5}, Pace(640, 1010.0))
     display.update(40, 1, {"loss": 0.5}, Pace(1280, 1010.0 + progress.REFRESH_SECONDS / 100))
     display.close()
@@ -75,7 +76,8 @@ def test_nothing_compiled_counts_in_the_rate(console):
 
 def test_the_last_update_shows_the_rate_of_the_whole_run(console):
     display = make_progress("auto")
-    display.start(0, 40, pace=Pace(0, 0.0))
+    display.start(0, 40)
+    display.begin(Pace(0, 0.0))
     display.update(20, 0, {"loss": 0.5}, Pace(640, 10.0))
     display.update(30, 0, {"loss": 0.5}, Pace(960, 30.0, waited=15.0))
     display.update(40, 0, {"loss": 0.5}, Pace(1280, 40.0, waited=20.0), last=True)
@@ -126,7 +128,8 @@ def test_a_terminal_shows_a_bar(console, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     display = make_progress("auto")
-    display.start(0, 40, pace=Pace(0, 0.0))
+    display.start(0, 40)
+    display.begin(Pace(0, 0.0))
     assert display.due()
     display.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, Pace(640, 10.0))
     assert not display.due()  # redrawn a few times per second, not at every step

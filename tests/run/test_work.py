@@ -183,7 +183,8 @@ def test_the_display_shows_them(monkeypatch):
     monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
     monkeypatch.setattr(spmd.run.progress, "peak_memory", lambda: 3 << 30)
     display = make_progress("auto")
-    display.start(0, 40, pace=Pace(0, 0.0))
+    display.start(0, 40)
+    display.begin(Pace(0, 0.0))
     work = Work(tokens=100, measure=lambda: PeakSeconds(1e-2, 1.25e-2))
     for step, waited in ((10, 0.5), (20, 4.5)):
         display.update(step, 0, {"loss": 1.0}, Pace(32 * step, float(step), waited), work)

@@ -31,6 +31,14 @@ rounded = with_backward(lambda arguments, g: (jnp.round(g * 256) / 256,))
 without_noise = with_backward(lambda arguments, g: (jnp.where(jnp.abs(g) < 1e-3, 0, g),))
 in_a_loop = with_backward(lambda arguments, g: (jax.lax.scan(lambda total, x: (total + jnp.tanh(x), None), 0 * g[0], g)[0] + 0 * g,))
 
+
+def capturing(value):
+    """A function of one argument that uses another value, which is traced."""
+    function = jax.custom_vjp(lambda x: x + 0 * value)
+    function.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.005, 0.005),))
+    return function
+
+
 reverse = with_backward(lambda arguments, g: (-g,))
 masked = with_backward(lambda arguments, g: (jnp.where(arguments[0] > 0, g, 0.1 * g),))
 mixed = with_backward(lambda arguments, g: (g @ jnp.outer(jnp.arange(8.0), jnp.ones(8)) / (1 + jnp.exp(arguments[0])), jnp.zeros(8)))
@@ -45,6 +53,7 @@ NONLINEAR = {
     "without noise": lambda model, b: cross_entropy(without_noise(model(b["x"])), b["y"]),
     "in a loop": lambda model, b: cross_entropy(in_a_loop(model(b["x"])), b["y"]),
     "under jit and remat": lambda model, b: cross_entropy(jax.jit(jax.checkpoint(clip))(model(b["x"])), b["y"]),
+    "captures a value": lambda model, b: cross_entropy(capturing(b["mask"].mean())(model(b["x"])), b["y"]),
     "sum and count": lambda model, b: ((cross_entropy(clip(model(b["x"])), b["y"]) * b["mask"]).sum(), b["mask"].sum()),
 }
 LINEAR = {

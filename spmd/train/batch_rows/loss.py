@@ -96,7 +96,7 @@ class Reading:
 
     @property
     def subject(self) -> str:
-        """Return what is no mean over rows."""
+        """Return what joins rows, in the words of an error."""
         return f'the metric "{self.metrics[0]}"' if self.metrics else "the loss"
 
     @property

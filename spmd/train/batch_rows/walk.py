@@ -231,31 +231,14 @@ class Walk(Sizes):
 
     def of_own_gradient(self, one: Any, other: Any, values: list[Kind]) -> list[Kind] | None:
         """Return the kinds of the outputs of a function with a derivative of its own; None if it or its gradients may join rows."""
-        captured = one.params.get("num_consts", 0)  # which have no derivative
-        floats = [
-            number for number, var in enumerate(one.invars) if number >= captured and jax.numpy.issubdtype(var.aval.dtype, np.floating)
-        ]
+        floats = differentiated(one)
         outputs = [self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
-
-        def trace(equation: Any) -> Any:
-            def both_passes(inputs: list[Any], cotangents: list[Any]) -> Any:
-                def forward(*chosen: Any) -> list[Any]:
-                    given = dict(enumerate(inputs)) | dict(zip(floats, chosen, strict=True))
-                    return evaluated(equation, [given[number] for number in range(len(inputs))])
-
-                results, backward = jax.vjp(forward, *(inputs[number] for number in floats))
-                return results, backward(cotangents)
-
-            shapes = [
-                [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in each] for each in (equation.invars, equation.outvars)
-            ]
-            return jax.make_jaxpr(both_passes)(*shapes)
 
         if None in outputs or not all(jax.numpy.issubdtype(var.aval.dtype, np.floating) for var in one.outvars):
             return None
         reader = Walk(self.rows, self.others, forward_only=True)
         try:
-            found = reader.closed(trace(one), trace(other), [Held(kind) for kind in (*values, *outputs) if kind is not None])
+            found = reader.closed(both_passes(one), both_passes(other), [Held(kind) for kind in (*values, *outputs) if kind is not None])
         except Exception:  # whatever a rule of its own raises: it is a function of all rows then
             return None
         results, gradients = [held.kind for held in found[: len(outputs)]], [held.kind for held in found[len(outputs) :]]
@@ -414,6 +397,30 @@ def evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     alone = equation.replace(invars=inputs, outvars=outputs)
     jaxpr = NOTHING.replace(invars=inputs, outvars=outputs, eqns=[alone], effects=equation.effects)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*arrays)
+
+
+def differentiated(equation: Any) -> list[int]:
+    """Return the numbers of the inputs by which a function with a derivative of its own has one: not those that it captures."""
+    captured = equation.params.get("num_consts", 0)
+    numbers = range(captured, len(equation.invars))
+    return [number for number in numbers if jax.numpy.issubdtype(equation.invars[number].aval.dtype, np.floating)]
+
+
+def both_passes(equation: Any) -> ClosedJaxpr:
+    """Return the jaxpr of a function with a derivative of its own: from its inputs and the gradient of its outputs to its outputs, and to
+    the gradients of its `differentiated` inputs."""
+    floats = differentiated(equation)
+
+    def passes(inputs: list[Any], cotangents: list[Any]) -> Any:
+        def forward(*chosen: Any) -> list[Any]:
+            given = dict(enumerate(inputs)) | dict(zip(floats, chosen, strict=True))
+            return evaluated(equation, [given[number] for number in range(len(inputs))])
+
+        results, backward = jax.vjp(forward, *(inputs[number] for number in floats))
+        return results, backward(cotangents)
+
+    shapes = [[jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in each] for each in (equation.invars, equation.outvars)]
+    return jax.make_jaxpr(passes)(*shapes)
 
 
 def _bare(values: Sequence[Held]) -> list[Held]:
