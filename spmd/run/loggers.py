@@ -225,15 +225,19 @@ def begin_loggers(loggers: Sequence[Logger], make_facts: Callable[[], RunFacts])
 
 
 def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
-    """Write one record with each logger; loggers may transfer arrays.
+    """Write one record with each logger, though one may raise; loggers may transfer arrays.
 
     Raises:
       CallbackError: one of them raises.
     """
-    logger = None
-    with jax.transfer_guard("allow"), raise_callback_errors(lambda: f"step {record['step']}: logger {type(logger).__name__}.write"):
-        for logger in loggers:
+
+    def write(logger: Logger) -> None:
+        with jax.transfer_guard("allow"), raise_callback_errors(lambda: f"step {record['step']}: logger {type(logger).__name__}.write"):
             logger.write(record)
+
+    with contextlib.ExitStack() as writing:
+        for logger in reversed(loggers):
+            writing.callback(write, logger)
 
 
 def close_loggers(loggers: Sequence[Logger]) -> None:

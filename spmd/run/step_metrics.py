@@ -1,6 +1,7 @@
 """Training metrics: read one step late, then given to callbacks, averaged, logged and shown."""
 
 import collections
+import contextlib
 import types
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ class StepMetrics:
         self._calls = 0
         self._read = 0  # calls
         self._compiled: Pace | None = None  # how far the first two calls came, of which one was compiled, once they are read
+        self._unlogged: collections.deque[tuple[int, int, np.ndarray]] = collections.deque()  # in the history, and not in the window
+        self._histograms: collections.deque[tuple[int, int, Counts]] = collections.deque()  # of watched steps, not logged
         self._window = np.zeros((2, len(config.program.names)))
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
@@ -61,9 +64,41 @@ class StepMetrics:
     def give_up(self, *, recorded: bool) -> None:
         """Forget those that are unread, after an error; `recorded`: the history has them, since the state after them is saved."""
         unread, self._unread = self._unread, collections.deque()
-        for first, _, packed, *_ in unread if recorded else ():
-            packed = self._fetch(packed)
-            self._run.history.add_steps(first, packed if packed.ndim == 3 else packed[None])
+        for first, epoch, packed, batches, _, counts in unread if recorded else ():
+            self._record(first, epoch, self._fetch(packed), batches, counts)
+
+    def log_rest(self) -> None:
+        """Log, after an error, the steps that the history has and no record: a run that resumes does not train them again."""
+        with contextlib.ExitStack() as rest:  # a record is written, though a logger may not take another; they are called in reverse
+            rest.callback(self.log)
+            for _ in self._unlogged:
+                rest.callback(self._log_oldest)
+            for _ in self._histograms:
+                rest.callback(self._log_histograms)
+
+    def _record(self, first: int, epoch: int, packed: np.ndarray, batches: Batches, counts: Counts) -> np.ndarray:
+        """Add the fetched metrics of a call to the history; returns them as float32[steps, 2, names]."""
+        packed = packed if packed.ndim == 3 else packed[None]
+        self._run.history.add_steps(first, packed)
+        self._run.samples += sum(batch.rows for batch in batches)
+        self._unlogged.extend((step, epoch, sums) for step, sums in enumerate(packed, first))
+        if counts and self._config.loggers:
+            self._histograms.append((first, epoch, counts))
+        return packed
+
+    def _log_histograms(self) -> None:
+        """Fetch and log what the oldest watched step has counted."""
+        step, epoch, counts = self._histograms.popleft()
+        histograms = histogram_record(jax.tree.map(self._fetch, counts), self._config.program.placed.given.stacks())
+        write_record(self._config.loggers, {"step": step, "epoch": epoch, **histograms})
+
+    def _log_oldest(self) -> None:
+        """Add a step to the window, and log the window if that is due."""
+        step, epoch, sums = self._unlogged.popleft()
+        self._window += sums
+        self._newest_step = (step, epoch)
+        if step % self._config.schedule.log_every == 0:
+            self.log()
 
     def devices_idle(self) -> bool:
         """Whether all dispatched steps are done."""
@@ -77,13 +112,10 @@ class StepMetrics:
         was_done = _is_done(packed)
         packed = self._fetch(packed)
         run.account.call_done(dispatched, seen=not was_done)
-        packed = packed if packed.ndim == 3 else packed[None]
+        packed = self._record(first, epoch, packed, batches, counts)
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
-        run.history.add_steps(first, packed)
-        if counts and self._config.loggers:  # before callbacks: one may end the run because of what they show
-            histograms = histogram_record(jax.tree.map(self._fetch, counts), program.placed.given.stacks())
-            write_record(self._config.loggers, {"step": first, "epoch": epoch, **histograms})
-        run.samples += sum(rows)
+        if self._histograms:  # before callbacks: one may end the run because of what they show
+            self._log_histograms()
         if self._compiled is not None and run.samples > self._compiled.samples:  # calls that can be measured without them
             run.began, self._compiled = self._compiled, None
             self._config.progress.begin(run.began)
@@ -103,10 +135,7 @@ class StepMetrics:
                 metrics = ReadOnlyMetrics({**self._means(sums), **program.static_metrics.at(step - 1)})
                 info = Info(self._control, step, epoch, metrics, rows[offset], exact=newest and step == run.step, batch=batches[offset])
                 notify(due, "on_step", info)
-            self._window += sums
-            self._newest_step = (step, epoch)
-            if step % self._config.schedule.log_every == 0:
-                self.log()
+            self._log_oldest()
         self._newest, self._read = packed[-1], self._read + 1
         if self._read == 2:
             self._compiled = self.pace()
@@ -142,8 +171,8 @@ class StepMetrics:
                 **rates,
                 **({"peak_memory": memory} if memory else {}),
             }
-            write_record(self._config.loggers, record)
             self._window = np.zeros_like(self._window)
+            write_record(self._config.loggers, record)
 
     def _skipped(self, sums: np.ndarray) -> bool:
         """Whether the update of a step was skipped."""

@@ -5,6 +5,7 @@ import math
 import shutil
 import struct
 
+import numpy as np
 import pytest
 from small import fit, fit_net, labelled, numbers
 
@@ -239,7 +240,53 @@ def test_a_logger_that_raises_does_not_lose_the_state(tmp_path):
     with pytest.raises(CallbackError, match=r"^step 2: logger Full\.write raises OSError: no space left") as raised:
         fit(epochs=2, loggers=[Full()], log_every=2, checkpoint=tmp_path)
     assert isinstance(raised.value.__cause__, OSError)
-    assert raised.value.__notes__ == [f"spmd: the state after step 3 was saved in {tmp_path}."]
+    saved, lost = raised.value.__notes__
+    assert saved == f"spmd: the state after step 3 was saved in {tmp_path}."
+    assert lost.startswith(
+        "spmd: and metrics of the last steps could not be written: CallbackError: step 3: logger Full.write raises OSError"
+    )
+
+
+@pytest.mark.parametrize("fails", ["callback", "logger"])
+def test_steps_before_the_saved_state_are_all_logged(fails, tmp_path):
+    """An error at step 2 leaves the state of a later step, which was dispatched by then: a resumed run does not train that one again."""
+
+    class Second(Memory):
+        def write(self, record):
+            super().write(record)
+            if fails == "logger" and record["step"] >= 2:
+                raise OSError("no space left")
+
+    def first(info):
+        if fails == "callback" and info.step == 2:
+            raise RuntimeError("mine")
+
+    second, third = Second(), Memory()
+    options = {"checkpoint": tmp_path, "log_every": 1}
+    with pytest.raises(CallbackError, match=r"mine|no space left"):
+        fit(epochs=2, **options, loggers=[second, third], callbacks=[first])
+    steps = [*range(1, len(spmd.History.read(tmp_path)) + 1)]
+    assert len(steps) > 2
+    for records in (second.records, third.records, json_records(tmp_path / "metrics.jsonl")):
+        assert [record["step"] for record in records] == steps
+    fit(epochs=2, **options, resume=True)
+    records = [record for record in json_records(tmp_path / "metrics.jsonl") if "loss" in record]
+    expected = fit(epochs=2).history["loss"]
+    assert [record["step"] for record in records] == [*range(1, len(expected) + 1)]
+    assert_close([record["loss"] for record in records], expected)
+
+
+def test_a_record_after_an_error_is_the_mean_since_the_last_one(tmp_path):
+    def fail(info):
+        if info.step == 4:
+            raise RuntimeError("mine")
+
+    with pytest.raises(CallbackError, match="mine"):
+        fit(epochs=2, checkpoint=tmp_path, log_every=3, callbacks=[fail])
+    losses = spmd.History.read(tmp_path)["loss"]
+    records = json_records(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [3, 5]
+    assert_close(records[1]["loss"], np.mean(losses[3:5]))
 
 
 def test_the_extra_is_named_when_it_is_missing(monkeypatch):
