@@ -39,6 +39,7 @@ def initialize(world: World, address: str, timeout: float, local_address: str) -
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     _listen_at(local_address)
+    _use_no_proxy(address.rpartition(":")[0].strip("[]"))
     jax.distributed.initialize(
         address,
         world.size,
@@ -72,6 +73,13 @@ def _listen_at(address: str) -> None:
     Debian's /etc/hosts gives the name 127.0.1.1, where other hosts connect to themselves; other names do not resolve.
     """
     xla_bridge._jax = _Jaxlib(address)  # type: ignore[attr-defined]
+
+
+def _use_no_proxy(host: str) -> None:
+    """Let gRPC connect to the service itself: it asks the proxy of $https_proxy even for 127.0.0.1, and then waits without a word."""
+    hosts = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # as gRPC reads them
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, [hosts, host]))
+    jax.config.update("jax_check_proxy_envs", False)  # a warning that the proxy may be in the way
 
 
 def process_info() -> tuple[int, int, str]:

@@ -1,5 +1,6 @@
 """What is private to JAX, in the release that is installed: two processes use each function of `spmd.distributed.coordination` once."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -31,11 +32,15 @@ coordination.exit_now(7)
 
 
 def test_coordination_service_of_this_jax():
+    """Also behind a proxy, by which gRPC would never reach it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "no_proxy": "example.com"}
     processes = [
-        subprocess.Popen([sys.executable, "-c", RUN, str(rank), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, str(rank), address], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in (0, 1)
     ]
     try:
@@ -47,4 +52,5 @@ def test_coordination_service_of_this_jax():
     names = {"0": "process 0", "1": "process 1"}
     for process, (out, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 7, err
+        assert "proxy" not in err
         assert out.splitlines() == ["never was not set within 0.01 s", str(names), "the end"]
