@@ -1,6 +1,5 @@
 """Compile a step for hardware that need not be present: in a separate process, with a timeout and a cache."""
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -22,6 +21,7 @@ import jaxlib
 
 from spmd.errors import CompileError, OptionError, first_line, how_to_install, option
 from spmd.mesh import MeshSpec
+from spmd.output_files import name_errors, sync, sync_tree
 from spmd.planner import compile_client
 from spmd.planner.gpu_kernels import VERSION, gpu_of
 from spmd.planner.target import Cluster, Target
@@ -115,17 +115,13 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     }
     blob = pickle.dumps(request)
     folder = cache_folder(PLANS) / hashlib.sha256(blob).hexdigest()[:32]
-    files = _cached(folder)
-    if files is None:
-        try:
-            _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with XLA:{kind}", timeout, say)
-        except CompileError as error:
-            check_buffering(str(error), declared, program.placed.resolved.layout.source)
-            raise
-        files = _cached(folder)
-    if files is None:
-        raise CompileError(f"the compiled program is no longer in {folder}.", fix="try again; or another folder, in $SPMD_CACHE.")
-    hlo, memory, buffers = files
+    try:
+        hlo, memory, buffers = program_files(
+            blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with XLA:{kind}", timeout, say
+        )
+    except CompileError as error:
+        check_buffering(str(error), declared, program.placed.resolved.layout.source)
+        raise
     sizes = json.loads(memory)
     options |= sizes.pop("options", {})
     return Compiled(compiler, exact, hlo, sizes, buffers, sizes.pop("seconds"), options, sizes.pop("retried", ""))
@@ -141,15 +137,48 @@ def check_timeout(timeout: float, name: str = "timeout") -> None:
         raise OptionError(f"{option(name, repr(timeout))}.", fix="a positive number of seconds.")
 
 
+def program_files(blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]) -> tuple[str, ...]:
+    """`FILES` of a program, as texts: from its folder in the cache, where the compile server's results are kept.
+
+    Args:
+      blob: the request, if they are not there.
+      devices: that the server needs to compile it.
+      target: what it is compiled for, in errors.
+
+    Raises:
+      CompileError: it cannot be compiled, or the cache cannot be written or read.
+    """
+    files = _cached(folder)
+    if files is None:
+        _compile(blob, folder, devices, target, timeout, say)
+        try:
+            files = _read(folder)
+        except (OSError, ValueError) as error:
+            raise CompileError(
+                f"the compiled program in {folder} cannot be read: {error}.", fix="try again; or another folder, in $SPMD_CACHE."
+            ) from error
+    return files
+
+
 def _cached(folder: Path) -> tuple[str, ...] | None:
     """The files of a program in the cache, as texts; None if any is missing or truncated."""
     try:
-        texts = tuple((folder / name).read_text(encoding="utf-8") for name in FILES)
-        json.loads(texts[1])
-        os.utime(folder)  # marks it as recently used
+        return _read(folder)
     except (OSError, ValueError):
         return None
-    return texts if all(texts[:2]) else None
+
+
+def _read(folder: Path) -> tuple[str, ...]:
+    """As `_cached`; raises an `OSError` or a `ValueError`."""
+    texts = []
+    for name in FILES:
+        with name_errors(folder / name):
+            texts.append((folder / name).read_text(encoding="utf-8"))
+    json.loads(texts[1])
+    if not texts[0]:
+        raise ValueError("program.hlo is empty")
+    os.utime(folder)  # marks it as recently used
+    return tuple(texts)
 
 
 def _compile(blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]) -> None:
@@ -179,8 +208,13 @@ def _store(work: Path, folder: Path) -> None:
         (work / file).replace(done / file)
     if _cached(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)  # damaged
-    with contextlib.suppress(OSError):  # another process has stored the same program
+    sync_tree(done)  # before it has its name: after a loss of power, a program with a name is complete
+    try:
         done.replace(folder)
+    except OSError:
+        if _cached(folder) is None:  # else another process has stored the same program
+            raise
+    sync(folder.parent)
 
 
 def _evict(folder: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 import spmd
+from spmd.planner import compile
 from spmd.pretrained.adapters import load_adapters
 from spmd.render.html import document
 from spmd.tree import flatten
@@ -45,6 +46,7 @@ class Scenario:
     lost: str = ""
 
 
+PLAN = {"program.hlo": "HloModule step\n" * 1000, "memory.json": '{"seconds": 1.0}', "buffers.txt": "allocation 0\n" * 1000}
 X = np.random.default_rng(0).normal(size=(48, 4)).astype(np.float32)
 Y = X[:, :2] - 2 * X[:, 1:3]
 
@@ -198,6 +200,18 @@ def compile_programs(folder):
     return {"losses": np.array(result.history["loss"])}
 
 
+def keep_plan(folder):
+    """A program that was compiled for a plan, in its cache; XLA itself is left out."""
+
+    def compile_request(work, *_):
+        for name, text in PLAN.items():
+            (work / name).write_text(text, encoding="utf-8")
+
+    compile.compile_client.compile_request = compile_request
+    texts = compile.program_files(b"request", folder / "plans" / f"{7:032x}", 1, "an H100", 60.0, print)
+    return {name: np.frombuffer(text.encode(), np.uint8) for name, text in zip(compile.FILES, texts, strict=True)}
+
+
 def overwrite(folder, layout="tensor_parallel", title="new"):
     """A layout and a page, as texts that the library writes all are."""
     write_text(folder / "mine.toml", spmd.Layout.load(layout).to_toml())
@@ -238,6 +252,7 @@ SCENARIOS = {
     "adapters": Scenario(save_adapters, save_adapters, prepare=copy_fixtures, look=read_tensors),
     "index": Scenario(read_indexed, read_indexed, prepare=write_csv),
     "programs": Scenario(compile_programs, compile_programs),
+    "plans": Scenario(keep_plan, keep_plan),
     "overwrite": Scenario(overwrite, overwrite, prepare=lambda folder: overwrite(folder, "fsdp", "old"), look=read_texts, may_miss=False),
     "in place": Scenario(
         overwrite_in_place, overwrite_in_place, prepare=lambda folder: overwrite_in_place(folder, "old"), look=read_page, may_miss=False

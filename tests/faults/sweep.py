@@ -44,6 +44,7 @@ SCENARIOS = (
     "adapters",
     "index",
     "programs",
+    "plans",
     "overwrite",
 )  # of fault_scenarios.py, which imports JAX
 
