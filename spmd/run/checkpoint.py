@@ -236,7 +236,7 @@ class CheckpointStore(CheckpointReader):
     def remove_leftovers(self) -> None:
         """Remove what killed processes have left. A run that has begun does so though it may save nothing; one that is refused does not."""
         if jax.process_index() == 0:
-            remove_leftovers(self.folder / "checkpoints")
+            remove_leftovers(self.folder)
 
     def _unreadable_metrics(self, step: int) -> str:
         try:

@@ -1,13 +1,16 @@
 """Which checkpoints stay, and the order in which a loss of power takes none: the newest is on disk before an older one goes."""
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from spmd.ranking import best
+from spmd.user_paths import PART
 
 REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
+BEFORE_ANY_STEP = "history-before-1.bin"  # earlier versions kept the steps of a run that started again; the new run has its own
 
 
 def kept_steps(scores: Mapping[int, float | None], keep: int | None, mode: str) -> set[int]:
@@ -29,7 +32,11 @@ def remove_checkpoint(folder: Path) -> None:
         logging.getLogger("spmd").warning("the old checkpoint %s could not be removed: %s.", folder, error.strerror or error)
 
 
-def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what a process that was killed has left of checkpoints that it removed or wrote; only the owner of the folder may."""
+def remove_leftovers(run: Path) -> None:
+    """Remove what a killed process has left of checkpoints and files that it removed or wrote; only the owner of the run's folder may."""
+    checkpoints = run / "checkpoints"
     for path in (*checkpoints.glob(f"{REMOVED}*"), *checkpoints.glob("*.orbax-checkpoint-tmp*")):
         shutil.rmtree(path, ignore_errors=True)
+    for path in (*run.glob(f"{PART}*"), run / BEFORE_ANY_STEP):
+        with contextlib.suppress(OSError):
+            path.unlink()
