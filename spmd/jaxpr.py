@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Var
+from jax.sharding import PartitionSpec
 
 ONE_CALL = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")  # of an inner jaxpr
 
@@ -30,6 +31,17 @@ def closed_jaxprs(jaxpr: Any) -> Iterator[Any]:
     for equation in equations(jaxpr):
         leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "consts"))
         yield from (leaf for leaf in leaves if hasattr(leaf, "consts"))
+
+
+def mesh_axes(jaxpr: Any) -> set[str]:
+    """Mesh axes over which a program's own code shards or communicates."""
+    found: list[Any] = []
+    for equation in equations(jaxpr):
+        params = equation.params
+        specs = [getattr(params.get("sharding"), "spec", None), params.get("in_specs"), params.get("out_specs")]
+        specs = jax.tree.leaves(specs, is_leaf=lambda value: isinstance(value, PartitionSpec))
+        found += [params.get("axes"), params.get("axis_name"), *map(tuple, specs)]
+    return {axis for axis in jax.tree.leaves(found) if isinstance(axis, str)}
 
 
 def scanned(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import PartitionSpec
 
 import spmd
 from spmd import errors
@@ -44,11 +45,13 @@ X, Y = np.ones((32, 64), np.float32), np.zeros(32, np.int32)
 FIT = {
     "loss": spmd.losses.cross_entropy,
     "optimizer": optax.sgd(0.1),
-    "mesh": "data=4,model=2",
+    "mesh": spmd.make_mesh("data=4", devices=jax.devices()[:4]),
     "batch_size": 8,
     "steps": 1,
     "progress": False,
 }
+
+BOTH = "data=4,model=2"
 
 
 @pytest.fixture(autouse=True)
@@ -180,10 +183,10 @@ def test_python_layout_is_validated(golden):
 
 def test_unknown_mesh_axis_in_each_table(golden):
     text = '[batch]\nspec = ["dta"]\n[axes]\nmlp = "modl"\n[optimizer]\nshard = "dat"\n[default]\nparams = "shard:tensor"\n'
-    golden("unknown_mesh_axis_in_each_table", error_text(errors.LayoutError, fit, text + rule("**/kernel", '["-", "modle"]')))
+    golden("unknown_mesh_axis_in_each_table", error_text(errors.LayoutError, fit, text + rule("**/kernel", '["-", "modle"]'), mesh=BOTH))
     for wrong, fixed in {"dta": "data", "modl": "model", "dat": "data", "shard:tensor": "shard:data"}.items():
         text = text.replace(f'"{wrong}"', f'"{fixed}"')
-    fits(text + rule("**/attention/*/kernel", '["-", "model"]'))
+    fits(text + rule("**/attention/*/kernel", '["-", "model"]'), mesh=BOTH)
 
 
 def test_batch_axis_missing_from_mesh(golden):
@@ -200,21 +203,21 @@ def test_rule_matches_no_parameter(golden):
 def test_except_matches_no_parameter(golden):
     golden(
         "except_matches_no_parameter",
-        error_text(errors.LayoutError, fit, rule("**/attention/*/kernel", '["-", "model"]', 'except = "**/queri/*"')),
+        error_text(errors.LayoutError, fit, rule("**/attention/*/kernel", '["-", "model"]', 'except = "**/queri/*"'), mesh=BOTH),
     )
-    fits(rule("**/attention/*/kernel", '["-", "model"]', 'except = "**/query/*"'))
+    fits(rule("**/attention/*/kernel", '["-", "model"]', 'except = "**/query/*"'), mesh=BOTH)
 
 
 def test_several_rules_match_one_parameter(golden):
     rules = [("**/mlp/down/*", '["-"]'), ("**/kernel", '["-"]'), ("**/query/kernel", '["model"]'), ("**/attention/**/kernel", '["model"]')]
-    golden("several_rules_match_one_parameter", error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in rules)))
+    golden("several_rules_match_one_parameter", error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in rules), mesh=BOTH))
     fixed = [
         rule(*rules[0]),
         rule(*rules[1], 'except = ["**/attention/**/kernel", "**/query/kernel", "**/mlp/down/*"]'),
         rule(*rules[2]),
         rule(*rules[3], 'except = ["**/query/kernel"]'),
     ]
-    fits("".join(fixed))
+    fits("".join(fixed), mesh=BOTH)
 
 
 def test_duplicate_rules(golden):
@@ -224,29 +227,29 @@ def test_duplicate_rules(golden):
 
 def test_spec_longer_than_rank(golden):
     wrong = rule("**/attention/*/*", '["-", "model"]') + rule("head/kernel", '["data", "model", "-"]')
-    golden("spec_longer_than_rank", error_text(errors.LayoutError, fit, wrong))
+    golden("spec_longer_than_rank", error_text(errors.LayoutError, fit, wrong, mesh=BOTH))
     bias = "blocks/*/attention/*/bias"
     fixed = [rule("**/attention/*/*", '["-", "model"]', f'except = ["{bias}"]'), rule(bias, '["model"]')]
-    trainer = fits("".join([*fixed, rule("head/kernel", '["data", "model"]')]))
+    trainer = fits("".join([*fixed, rule("head/kernel", '["data", "model"]')]), mesh=BOTH)
     assert trainer.resolved.placements["blocks/1/attention/value/bias"].spec == ("model",)
 
 
 def test_mesh_axis_used_twice_in_spec(golden):
     wrong = rule("**/attention/*/kernel", '["model", "model"]') + rule("head/kernel", '[["data", "data"]]')
-    golden("mesh_axis_used_twice_in_spec", error_text(errors.LayoutError, fit, wrong))
-    fits(rule("**/attention/*/kernel", '["model", "-"]') + rule("head/kernel", '["data"]'))
+    golden("mesh_axis_used_twice_in_spec", error_text(errors.LayoutError, fit, wrong, mesh=BOTH))
+    fits(rule("**/attention/*/kernel", '["model", "-"]') + rule("head/kernel", '["data"]'), mesh=BOTH)
 
 
 def test_dim_not_divisible_by_mesh_axis(golden):
     wrong = [("**/up/*", '["data"]'), ("**/down/kernel", '["data", "model"]'), ("head/kernel", '["-", ["data", "model"]]')]
-    golden("dim_not_divisible_by_mesh_axis", error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in wrong)))
+    golden("dim_not_divisible_by_mesh_axis", error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in wrong), mesh=BOTH))
     fixed = [
         rule("**/up/*", '["data"]', 'except = ["blocks/*/mlp/up/bias"]'),
         rule("blocks/*/mlp/up/bias", '["-"]'),
         rule("**/down/kernel", '["-", "model"]'),
         rule("head/kernel", '["-", "-"]'),
     ]
-    fits("".join(fixed))
+    fits("".join(fixed), mesh=BOTH)
 
 
 def test_unmatched_parameter_with_default_error(golden):
@@ -274,18 +277,47 @@ def test_max_replicated_out_of_reach_of_rules(golden, folder):
 
 def test_max_replicated_exceeded(golden):
     text = rule("**/attention/*/kernel", '["-", "model"]') + "[default]\nmax_replicated = 0.25\n"
-    golden("max_replicated_exceeded", error_text(errors.LayoutError, fit, text))
-    trainer = fits(text + 'params = "shard:data"\n')
+    golden("max_replicated_exceeded", error_text(errors.LayoutError, fit, text, mesh=BOTH))
+    trainer = fits(text + 'params = "shard:data"\n', mesh=BOTH)
     replicated_bytes = sum(place.nbytes for place in trainer.resolved.placements.values() if not any(place.spec))
     assert f"{replicated_bytes / sum(place.nbytes for place in trainer.resolved.placements.values()):.1%}" == "0.7%"
-    fits(text.replace("0.25", "0.94"))
+    fits(text.replace("0.25", "0.94"), mesh=BOTH)
 
 
 def test_mesh_axis_shards_nothing(golden):
-    golden("mesh_axis_shards_nothing", error_text(errors.LayoutError, fit, layout="fsdp_tensor_parallel"))
+    golden("mesh_axis_shards_nothing", error_text(errors.LayoutError, fit, layout="fsdp_tensor_parallel", mesh=BOTH))
     fits(layout="fsdp_tensor_parallel", mesh="data=8,model=1")
     layout = spmd.Layout.load("fsdp_tensor_parallel")
-    fits(layout=dataclasses.replace(layout, params=(spmd.Rule("**/attention/*/kernel", ("data", "model")),)))
+    fits(layout=dataclasses.replace(layout, params=(spmd.Rule("**/attention/*/kernel", ("data", "model")),)), mesh=BOTH)
+
+
+def test_mesh_axis_that_nothing_uses(golden):
+    golden("mesh_axis_that_nothing_uses", error_text(errors.LayoutError, fit, mesh=BOTH))
+    fits(mesh="data=8")
+    fits(rule("head/kernel", '["model"]'), mesh=BOTH)
+
+
+@pytest.mark.parametrize("uses", ["constraint", "shard_map"])
+def test_mesh_axis_that_the_model_uses_itself(uses):
+    """Its code shards the outputs, or communicates; a plan traces it for one device, too."""
+
+    def own(params, x):
+        if uses == "constraint":
+            return jax.lax.with_sharding_constraint(apply(params, x), PartitionSpec("data", "model"))
+        product = jax.shard_map(
+            lambda x, kernel: jax.lax.psum(x @ kernel, "model"),
+            in_specs=(PartitionSpec(None, "model"), PartitionSpec("model")),
+            out_specs=PartitionSpec(),
+            axis_names={"model"},
+            **({} if jax.sharding.get_abstract_mesh().manual_axes else {"mesh": spmd.make_mesh(BOTH)}),
+        )
+        return product(x, params["head"]["kernel"]) + params["head"]["bias"]
+
+    fits(model=spmd.FunctionalModel(init, own), mesh=BOTH)
+    if uses == "constraint":
+        batch = (jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((8,), "int32"))
+        model, options = spmd.FunctionalModel(init, own), {"loss": FIT["loss"], "optimizer": FIT["optimizer"]}
+        assert spmd.plan(model, batch, **options, mesh=BOTH, layout="data_parallel", target="8xcpu").flops.model
 
 
 class Named(nnx.Module):
@@ -303,11 +335,14 @@ class Named(nnx.Module):
 
 
 def test_logical_axis_names_do_not_fit(golden):
-    golden("logical_axis_names_do_not_fit", error_text(errors.LayoutError, fit, model=lambda: Named(nnx.Rngs(0)), layout="tensor_parallel"))
+    golden(
+        "logical_axis_names_do_not_fit",
+        error_text(errors.LayoutError, fit, model=lambda: Named(nnx.Rngs(0)), layout="tensor_parallel", mesh=BOTH),
+    )
     shipped = spmd.Layout.load("tensor_parallel")
     axes = (*((name, None if name == "heads" else axis) for name, axis in shipped.axes), ("mpl", None))
     rules = (spmd.Rule("odd/kernel", (None, None)), spmd.Rule("long/kernel", (None, "model")))
-    fits(model=lambda: Named(nnx.Rngs(0)), layout=dataclasses.replace(shipped, axes=axes, params=rules))
+    fits(model=lambda: Named(nnx.Rngs(0)), layout=dataclasses.replace(shipped, axes=axes, params=rules), mesh=BOTH)
 
 
 # the mesh -------------------------------------------------------------------------------------------------------------
@@ -321,12 +356,12 @@ def test_mesh_smaller_than_device_count(golden):
 
 def test_mesh_larger_than_device_count(golden):
     golden("mesh_larger_than_device_count", error_text(errors.MeshError, fit, mesh="data=4,model=4"))
-    fits(mesh="data=2, model=4")
+    fits(rule("**/attention/*/kernel", '["-", "model"]'), mesh="data=2, model=4")
 
 
 def test_minus_one_mesh_axis_not_divisible(golden):
     golden("minus_one_mesh_axis_not_divisible", error_text(errors.MeshError, fit, mesh="data=-1,model=3"))
-    fits(mesh="data=-1, model=2")
+    fits(rule("**/attention/*/kernel", '["-", "model"]'), mesh="data=-1, model=2")
 
 
 # the data -------------------------------------------------------------------------------------------------------------
@@ -346,8 +381,8 @@ def test_batch_not_divisible_by_workers_and_microbatches(golden):
 
 def test_batch_problems_are_all_reported(golden):
     text = '[batch]\nspec = ["data", "model"]\n[[batch.rules]]\npath = "z"\nspec = ["data"]\n'
-    golden("batch_problems_are_all_reported", error_text(errors.DataError, fit, text, data={"x": X, "y": Y}))
-    fits(text.replace('"z"', '"y"'), data={"x": X, "y": Y})
+    golden("batch_problems_are_all_reported", error_text(errors.DataError, fit, text, data={"x": X, "y": Y}, mesh=BOTH))
+    fits(text.replace('"z"', '"y"'), data={"x": X, "y": Y}, mesh=BOTH)
 
 
 def test_ragged_data(golden):

@@ -60,5 +60,6 @@ def notes(resolved: Resolved) -> list[str]:
         kept = format_bytes(sum(place.nbytes for place in resolved.frozen.values()))
         lines.append(f"{len(resolved.placements)} arrays of {numbers:,} numbers are trained; {len(resolved.frozen)} ({kept}) are not.")
     for axis in resolved.idle_axes():
-        lines.append(f'note: nothing in the layout names mesh axis "{axis}": its {mesh.sizes[axis]} devices repeat the same work.')
+        only = "so only code of the model's own can use it"
+        lines.append(f'note: nothing in the layout names mesh axis "{axis}" of {mesh.sizes[axis]} devices, {only}.')
     return lines

@@ -22,7 +22,8 @@ WIDEST = 8  # outputs for each input of a layer inside a model; a head over a vo
 def trace_model(program: Program) -> Any:
     """The jaxpr of the loss on a full batch, for a single device, with attention as it is written."""
     layout = Layout(attention=Attention("as_written"))
-    placed = program.placed.with_layout(abstract_mesh(MeshSpec((("data", 1),))), layout, accumulate=1)
+    names = dict.fromkeys([*program.placed.mesh.axis_names, *layout.data_axes()])  # the model's own code may name each of them
+    placed = program.placed.with_layout(abstract_mesh(MeshSpec(tuple((name, 1) for name in names))), layout, accumulate=1)
     _, jaxpr = trace_objective(placed, placed.objective.for_training(), program.sample, program.rows, Seen(placed.resolved), {})
     return jaxpr.jaxpr
 

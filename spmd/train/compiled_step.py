@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, LossError, SpmdError, first_line, option
-from spmd.jaxpr import equations, has_convolution
+from spmd.jaxpr import equations, has_convolution, mesh_axes
+from spmd.layout.check import check_unused
 from spmd.layout.compiler import xla_options
 from spmd.layout.gradients import Gradients
 from spmd.models.base import Call, Variables
@@ -130,6 +131,8 @@ class Program:
         check_names(self._loss_names, of_step)
         self.names = (*self._loss_names, *of_step)
         self._rowwise = check_loss(value, extra, self.rows)
+        if trains:
+            check_unused(placed.resolved, mesh_axes(self._jaxpr.jaxpr))
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated

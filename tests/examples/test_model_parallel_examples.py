@@ -61,7 +61,7 @@ def test_losses_equal_those_of_the_unsharded_model(losses, name, options, capsys
     assert stacked and all(leaf.addressable_shards[0].data.shape[0] * stages == len(leaf) for leaf in stacked)
     assert result.trainer.schedules and f"{stages} stages" in shown
     if name == "rnn_wavefront":
-        assert "bits per byte" in shown and ("5 microbatches" in shown) == ("--time-chunk 5" in options)
+        assert "bits per byte" in shown and ("5 chunks of time" in shown) == ("--time-chunk 5" in options)
     if name == "gnmt":
         assert shown.count("hundred") >= 3 and "test exact" in shown
     if "1f1b" in options:

@@ -22,7 +22,7 @@ def apply(params, x):
 
 MODEL = spmd.FunctionalModel(lambda key: {"down": dense(64, 256), "up": dense(256, 64)}, apply)
 X, Y = np.ones((8, 64), np.float32), np.zeros(8, np.int32)
-MESH = "data=4,model=2"
+MESH = "data=4"
 
 
 def fits(layout, mesh=MESH):

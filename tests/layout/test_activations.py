@@ -79,19 +79,19 @@ def test_activation_dim_not_divisible(golden):
 def test_activation_rows_not_divisible(golden):
     golden("activation_rows_not_divisible", error_text(Rule("conv1", ("row",)), accumulate=4))
     fits(Rule("conv1", ("row",)), accumulate=4, rows=32)
-    fits(Rule("conv1", (None,)), accumulate=4)
+    fits(Rule("conv1", (None,)), accumulate=4, mesh="data=8", rows=32)
 
 
 def test_activation_spec_too_long_and_output_without_batch_dim(golden):
     golden(
         "activation_spec_too_long_and_output_without_batch_dim", error_text(Rule("head", (None, None, "row")), Rule("{conv1,places}", ()))
     )
-    fits(Rule("head", (None, None)), Rule("{conv1,places}", (), ("places",)))
+    fits(Rule("head", (None, None)), Rule("{conv1,places}", (), ("places",)), mesh="data=8")
 
 
 def test_activation_rule_on_scalar_output(golden):
     golden("activation_rule_on_scalar_output", error_text(Rule("Both_0", ()), model=Pair()))
-    fits(Rule("Dense_*", ()), model=Pair())
+    fits(Rule("Dense_*", ()), model=Pair(), mesh="data=8")
 
 
 def test_activation_rule_with_invalid_axes(golden):

@@ -36,6 +36,8 @@ def model(**options):
 def prepared(table, mesh="data=4,model=2", layout="data_parallel", **options):
     """A trainer after everything that is checked before the first step."""
     declared = dataclasses.replace(spmd.Layout.load(layout), attention=spmd.Attention(table), source="mine.toml", mesh=())
+    if "model" in mesh:
+        declared = dataclasses.replace(declared, params=(spmd.Rule("w", ("model",)),))
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
     chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "mesh": mesh, "layout": declared}
     trainer = spmd.Trainer(model(**options), **chosen)

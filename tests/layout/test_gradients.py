@@ -255,7 +255,7 @@ MISFITS = {
         [NODES + table(INT8_INSIDE.format('["data"]'))],
     ),
     "two rules for one": (
-        "data=4,model=2",
+        "data=8",
         table(RULE.format("**/kernel", "int8") + RULE.format("up/*", "bfloat16")),
         in_python("all_reduce", rules=(GradientRule("**/kernel", "int8"), GradientRule("up/*", "bfloat16"))),
         [
@@ -264,13 +264,13 @@ MISFITS = {
         ],
     ),
     "a rule for nothing": (
-        "data=4,model=2",
+        "data=8",
         table(RULE.format("**/kernels", "int8")),
         in_python("all_reduce", rules=(GradientRule("**/kernels", "int8"),)),
         [table(RULE.format("**/kernel", "int8"))],
     ),
     "weights that are not sent": (
-        "data=4,model=2",
+        "data=8",
         table('weights = "bfloat16"', "reduce_scatter"),
         in_python("reduce_scatter", weights="bfloat16"),
         [
@@ -304,15 +304,15 @@ def test_fix_that_adds_rule_excludes_parameter_from_other_rule():
     """The parameter is a rule's already; a second rule for it alone would be one too many."""
     text = SHARED + table(RULE.format("up/*", "int8") + "{}", "reduce_scatter")
     fix = 'except = ["up/kernel"]  in the rule for "up/*", and  [[gradients.rules]]  path = "up/kernel"  codec = "exact".'
-    assert fix in error_text(text.format(""))
-    fits(text.format('except = ["up/kernel"]\n' + RULE.format("up/kernel", "exact")))
+    assert fix in error_text(text.format(""), "data=4,model=2")
+    fits(text.format('except = ["up/kernel"]\n' + RULE.format("up/kernel", "exact")), "data=4,model=2")
 
 
 def test_codec_of_rule_on_mixed_dim():
     """The codec that is named is the rule's; one whose rule says exact is no problem, whatever the others do."""
     text = SHARED + table('codec = "int8"\n' + RULE.format("up/*", "bfloat16"), "reduce_scatter")
-    assert "which codec bfloat16 does not support" in error_text(text)
-    fits(SHARED + table(RULE.format("down/*", "int8"), "reduce_scatter"))
+    assert "which codec bfloat16 does not support" in error_text(text, "data=4,model=2")
+    fits(SHARED + table(RULE.format("down/*", "int8"), "reduce_scatter"), "data=4,model=2")
 
 
 # notes ---------------------------------------------------------------------------------------------------------------
@@ -336,11 +336,10 @@ def test_note_codec_without_effect(gradients):
     assert note == f"note: every gradient is sent exactly: codec {codec} applies to none that it makes smaller."
 
 
-@pytest.mark.parametrize("mesh", ["data=1", "data=1,model=2"])
-def test_note_codec_with_one_worker(mesh):
-    assert own_notes(in_python("all_reduce", "int8", error_feedback=True), mesh) == [
-        "note: one worker, nothing is sent: codec int8 is not used."
-    ]
+@pytest.mark.parametrize(("mesh", "spec"), [("data=1", ()), ("data=1,model=2", (None, "model"))])
+def test_note_codec_with_one_worker(mesh, spec):
+    layout = in_python("all_reduce", "int8", error_feedback=True, params=(Rule("**/kernel", spec),))
+    assert own_notes(layout, mesh) == ["note: one worker, nothing is sent: codec int8 is not used."]
 
 
 def test_note_residual_bytes():

@@ -766,10 +766,10 @@ def test_misspelt_mode_is_one_problem(mode, meant):
 
 # what reads well and does not fit ------------------------------------------------------------------------------------
 
-ON_MODEL = "does not fit this model on mesh data=4, model=2\n1 problem:\n\n"
+ON_MODEL = "does not fit this model on mesh data=4\n1 problem:\n\n"
 KEPT = "the servers keep all parameters, packed, and workers use them unsharded."
 RULE_FIX = 'fix: remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as the rules say.'
-KERNEL = '[[params]]\npath = "up/kernel"\nspec = ["-", "model"]\n'
+KERNEL = '[[params]]\npath = "up/kernel"\nspec = ["-", "data"]\n'
 
 
 def misfit(key, why, fix):
@@ -859,9 +859,9 @@ MISFITS = {
     ),
     "a rule that shards": (
         KERNEL + table(""),
-        in_python(params=(Rule("up/kernel", (None, "model")),)),
-        f'  up/kernel   spec ["-", "model"]   rule 1, line 1\n      {KEPT}\n      {RULE_FIX}',
-        [table(""), KERNEL + table("").replace("parameter_server", "reduce_scatter", 1), KERNEL.replace("model", "-") + table("")],
+        in_python(params=(Rule("up/kernel", (None, "data")),)),
+        f'  up/kernel   spec ["-", "data"]   rule 1, line 1\n      {KEPT}\n      {RULE_FIX}',
+        [table(""), KERNEL + table("").replace("parameter_server", "reduce_scatter", 1), KERNEL.replace("data", "-") + table("")],
     ),
     **{
         f"rules of codecs, {placement}": (
@@ -900,15 +900,15 @@ def test_batch_smaller_than_workers():
         fits(table("workers = 16"))
 
 
-@pytest.mark.parametrize("default", ["shard:data", "shard:model"])
-def test_sharding_default_with_servers(default):
+@pytest.mark.parametrize(("default", "mesh"), [("shard:data", "data=4"), ("shard:model", "data=4,model=2")])
+def test_sharding_default_with_servers(default, mesh):
     """No rule is written, so none can be left out: the fix is about the default."""
     for layout in (f'[default]\nparams = "{default}"\n' + table(""), in_python(default=Default(default))):
-        text = error_text(layout)
+        text = error_text(layout, mesh)
         assert KEPT in text and "1 problem:" in text
         assert "[default] params" in text and "remove the rule" not in text
     fits('[default]\nparams = "replicate"\n' + table(""))
-    fits(f'[default]\nparams = "{default}"\n[gradients]\nreduction = "reduce_scatter"\n')
+    fits(f'[default]\nparams = "{default}"\n[gradients]\nreduction = "reduce_scatter"\n', mesh)
 
 
 def test_every_sharding_rule_is_reported():

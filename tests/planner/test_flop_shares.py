@@ -82,7 +82,13 @@ def test_a_product_that_xla_merges_with_its_repetition_is_not_recomputed():
 def test_products_of_equal_values_are_replicated():
     shared, sharded = spmd.Rule("up", (None, "model")), spmd.Rule("down", ("model",))
     reduction = spmd.Gradients("all_reduce")
-    replicated = plan(spmd.Layout(gradients=reduction), "data=2,model=2")
+
+    def apply(params, x):
+        """The model's own code uses the axis, for one number of each device."""
+        unit = jax.lax.with_sharding_constraint(jnp.ones(2), jax.sharding.PartitionSpec("model")).sum() / 2
+        return MODEL.apply(params, x) * unit
+
+    replicated = plan(spmd.Layout(gradients=reduction), "data=2,model=2", model=spmd.FunctionalModel(init, apply))
     assert only(replicated.flops, **{REPLICATED: 5 * PRODUCT / 2 / 2}), "two devices of `model` compute the same"
     none = plan(spmd.Layout(params=(shared, sharded), gradients=reduction), "data=2,model=2")
     assert only(none.flops) and none.flops.executed == plan().flops.executed

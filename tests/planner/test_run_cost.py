@@ -34,7 +34,8 @@ def planned(monkeypatch):
         return model(first.reshape(first.shape[0], -1).astype("int32")).mean((1, 2))
 
     def plan(batch=TOKENS):
-        return spmd.plan(MODEL, batch, loss=loss, optimizer=optax.adam(0.1), target="8xcpu", mesh="data=4,model=2")
+        layout = spmd.Layout(params=(spmd.Rule("w", (None, "model")),))
+        return spmd.plan(MODEL, batch, loss=loss, optimizer=optax.adam(0.1), target="8xcpu", mesh="data=4,model=2", layout=layout)
 
     return plan
 
