@@ -30,7 +30,8 @@ def restore_state(
     check_sync_schedule(saved.parameter_server, layout.parameter_server, step)
     check_same_trained(saved, layout, step)
     state, changes = reader.restore(step, placed.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
-    state, changed = numbers.update(state, saved_numbers(meta, placed.abstract_state))
+    with reader.naming_errors(step):
+        state, changed = numbers.update(state, saved_numbers(meta, placed.abstract_state))
     return state, [*changed, *changes]
 
 
