@@ -385,7 +385,7 @@ def note_second_error(error: BaseException, failure: str) -> Iterator[None]:
     try:
         yield
     except Exception as second:
-        error.add_note(f"spmd: and {failure}: {type(second).__name__}: {second}")
+        error.add_note(f"spmd: and {failure}: {type(second).__name__}: {getattr(second, 'message', second)}")
 
 
 def printable(text: str, most: int = 2000) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Var
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 ONE_CALL = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")  # of an inner jaxpr
 
@@ -34,14 +34,17 @@ def closed_jaxprs(jaxpr: Any) -> Iterator[Any]:
 
 
 def mesh_axes(jaxpr: Any) -> set[str]:
-    """Mesh axes over which a program's own code shards or communicates."""
-    found: list[Any] = []
-    for equation in equations(jaxpr):
-        params = equation.params
-        specs = [getattr(params.get("sharding"), "spec", None), params.get("in_specs"), params.get("out_specs")]
-        specs = jax.tree.leaves(specs, is_leaf=lambda value: isinstance(value, PartitionSpec))
-        found += [params.get("axes"), params.get("axis_name"), *map(tuple, specs)]
-    return {axis for axis in jax.tree.leaves(found) if isinstance(axis, str)}
+    """Mesh axes that a program names: in the shardings of its values and of what it calls, and for collectives."""
+    return {axis for equation in equations(jaxpr) for axis in named_axes(equation.params)}
+
+
+def named_axes(params: Mapping[str, Any]) -> set[str]:
+    """Mesh axes that the parameters of an equation name, other than those of the mesh itself."""
+    values = [value for name, value in params.items() if name not in ("jaxpr", "call_jaxpr", "mesh")]
+    leaves = jax.tree.leaves(values, is_leaf=lambda value: isinstance(value, PartitionSpec))
+    specs = [leaf.spec if isinstance(leaf, NamedSharding) else leaf for leaf in leaves]
+    specs = [tuple(spec) for spec in specs if isinstance(spec, PartitionSpec)]
+    return {axis for axis in jax.tree.leaves([specs, params.get("axes"), params.get("axis_name")]) if isinstance(axis, str)}
 
 
 def scanned(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -4,6 +4,7 @@ The system's own errors do so only where a file is opened.
 """
 
 import contextlib
+import errno
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -58,6 +59,9 @@ def sync(path: Path) -> None:
         file = os.open(path, os.O_RDONLY)
         try:
             os.fsync(file)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not path.is_dir():  # which says that this file system has no such call for folders
+                raise
         finally:
             os.close(file)
 

@@ -15,7 +15,6 @@ from spmd.errors import CheckpointError, OptionError, SpmdError, option, short_r
 from spmd.output_files import name_errors, sync
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # pathlib leaves one of two slashes
-PART = ".spmd-part-"  # before the name of a file that is being written
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})(?=/|$)")
 
 
@@ -153,7 +152,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         why = errno.EACCES
     if why:
         raise OSError(why, os.strerror(why), str(target))
-    part = target.with_name(f"{PART}{secrets.token_hex(8)}{target.suffix}")  # matplotlib chooses the format by the suffix
+    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")  # matplotlib chooses the format by the suffix
     try:
         with name_errors(path):
             with part.open("wb"):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd import errors
@@ -297,27 +297,89 @@ def test_mesh_axis_that_nothing_uses(golden):
     fits(rule("head/kernel", '["model"]'), mesh=BOTH)
 
 
-@pytest.mark.parametrize("uses", ["constraint", "shard_map"])
-def test_mesh_axis_that_the_model_uses_itself(uses):
-    """Its code shards the outputs, or communicates; a plan traces it for one device, too."""
+@pytest.mark.parametrize("layout", ["zero1", "parameter_server", "diloco"])
+def test_no_layout_may_leave_an_axis_unused(layout):
+    assert 'fix: mesh="data=8"; or' in error_text(errors.LayoutError, fit, layout=layout, mesh=BOTH)
+    fits(layout=layout, mesh="data=8")
 
-    def own(params, x):
-        if uses == "constraint":
-            return jax.lax.with_sharding_constraint(apply(params, x), PartitionSpec("data", "model"))
-        product = jax.shard_map(
-            lambda x, kernel: jax.lax.psum(x @ kernel, "model"),
-            in_specs=(PartitionSpec(None, "model"), PartitionSpec("model")),
-            out_specs=PartitionSpec(),
-            axis_names={"model"},
-            **({} if jax.sharding.get_abstract_mesh().manual_axes else {"mesh": spmd.make_mesh(BOTH)}),
-        )
-        return product(x, params["head"]["kernel"]) + params["head"]["bias"]
 
-    fits(model=spmd.FunctionalModel(init, own), mesh=BOTH)
-    if uses == "constraint":
-        batch = (jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((8,), "int32"))
-        model, options = spmd.FunctionalModel(init, own), {"loss": FIT["loss"], "optimizer": FIT["optimizer"]}
-        assert spmd.plan(model, batch, **options, mesh=BOTH, layout="data_parallel", target="8xcpu").flops.model
+def test_fix_for_unused_axes_suits_model_batch_and_devices():
+    declared = spmd.Layout(mesh=(("data", -1), ("model", 2)), source="mine.toml")
+    assert 'fix: mesh="data=8,model=1"; or' in error_text(errors.LayoutError, fit, layout=declared, mesh=BOTH)
+    fits(layout=declared, mesh="data=8,model=1")
+    assert 'fix: mesh="data=8"; or' in error_text(errors.LayoutError, fit, mesh="data=2,model=2,expert=2"), "both at once"
+    assert "fix: a use for" in error_text(errors.LayoutError, fit, batch_size=4, mesh=BOTH), "8 workers do not divide 4 rows"
+    four = spmd.make_mesh("data=2,model=2", devices=jax.devices()[:4])
+    assert 'fix: spmd.make_mesh("data=4", devices=...), with the same devices; or' in error_text(errors.LayoutError, fit, mesh=four)
+
+
+def constrained(params, x):
+    return jax.lax.with_sharding_constraint(apply(params, x), PartitionSpec("data", "model"))
+
+
+def placed(params, x):
+    return jax.device_put(apply(params, x), NamedSharding(spmd.make_mesh(BOTH), PartitionSpec(None, "model")))
+
+
+def mapped(params, x):
+    """Inside the step, where there is a mesh; while the loss alone is traced there is none."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return apply(params, x)
+    specs = (PartitionSpec(None, "model"), PartitionSpec("model"))
+    product = jax.shard_map(
+        lambda x, w: jax.lax.psum(x @ w, "model"), in_specs=specs, out_specs=PartitionSpec(), axis_names={"model"}, check_vma=False
+    )
+    return product(x, params["head"]["kernel"]) + params["head"]["bias"]
+
+
+@jax.custom_vjp
+def shards_its_gradient(x):
+    return x
+
+
+shards_its_gradient.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.with_sharding_constraint(dx, PartitionSpec(None, "model")),))
+
+
+class Logical(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        with linen.logical_axis_rules([("batch", None), ("mlp", "model")]):
+            return linen.with_logical_constraint(linen.Dense(10)(x), ("batch", "mlp"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(spmd.FunctionalModel(init, own) for own in (constrained, placed, mapped)),
+        spmd.FunctionalModel(init, lambda params, x: shards_its_gradient(apply(params, x))),
+        Logical(),
+    ],
+    ids=["constraint", "device_put", "shard_map", "backward pass", "linen"],
+)
+def test_mesh_axis_that_the_model_uses_itself(model):
+    fits(model=model, mesh=BOTH)
+
+
+def mapped_on_a_mesh(params, x):
+    """With a mesh of its own where there is none, as where a plan counts operations."""
+    specs = (PartitionSpec(None, "model"), PartitionSpec("model"))
+    mesh = {} if jax.sharding.get_abstract_mesh().manual_axes else {"mesh": spmd.make_mesh(BOTH)}
+    product = jax.shard_map(
+        lambda x, w: jax.lax.psum(x @ w, "model"), in_specs=specs, out_specs=PartitionSpec(), axis_names={"model"}, check_vma=False, **mesh
+    )
+    return product(x, params["head"]["kernel"]) + params["head"]["bias"]
+
+
+@pytest.mark.parametrize("own", [constrained, mapped_on_a_mesh])
+def test_model_that_names_an_axis_can_be_planned(own):
+    batch = (jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((8,), "int32"))
+    options = {"loss": FIT["loss"], "optimizer": FIT["optimizer"], "target": "8xcpu"}
+    model = spmd.FunctionalModel(init, own)
+    plan = spmd.plan(model, batch, **options, mesh=BOTH, layout="data_parallel")
+    assert plan.flops.model == spmd.plan(MODEL, batch, **options, mesh="data=8", layout="data_parallel").flops.model
+    if own is constrained:  # a mesh of its own is none for the one device with which a search begins
+        layout = spmd.Layout(mesh=(("data", 4), ("model", 2)))
+        assert spmd.search(model, batch, **options, candidates=[layout], compiles=1).best.fits
 
 
 class Named(nnx.Module):

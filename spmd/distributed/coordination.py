@@ -76,10 +76,10 @@ def _listen_at(address: str) -> None:
 
 
 def _use_no_proxy(host: str) -> None:
-    """Let gRPC connect to the service itself: it asks the proxy of $https_proxy even for 127.0.0.1, and then waits without a word."""
+    """Let gRPC connect to the service directly: it uses the proxy of $https_proxy even for 127.0.0.1, and hangs silently."""
     hosts = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # as gRPC reads them
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [hosts, host]))
-    jax.config.update("jax_check_proxy_envs", False)  # a warning that the proxy may be in the way
+    jax.config.update("jax_check_proxy_envs", False)  # no warning that the proxy may make it hang
 
 
 def process_info() -> tuple[int, int, str]:

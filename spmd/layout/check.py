@@ -3,7 +3,7 @@
 import dataclasses
 import types
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax
 from spmd.errors import LayoutError, Problem, closest, option, quoted, raise_problems
 from spmd.layout import fixes
 from spmd.layout.activations import data_axis_problems
-from spmd.layout.check_resolved import resolved_problems, unused_axes
+from spmd.layout.check_resolved import resolved_problems
 from spmd.layout.resolve import (
     Names,
     Resolved,
@@ -93,27 +93,11 @@ def fit_layout(
     fitting = len(params) - sum(map(len, misfits.values()))
     misfits.pop(REPORTED, None)
     problems += [_misfit_problem(layout, misfit, paths, params, claims, mesh) for misfit, paths in misfits.items()]
-    headline = misfit_headline(layout, mesh)
+    headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = keep_frozen(resolve(layout, params, names, mesh, stacks), frozen)
-    resolved = dataclasses.replace(resolved, unused=dict(unused_axes(resolved, names, fits)))
     raise_problems(LayoutError, headline, resolved_problems(resolved, params, names, stacks, fits))
     return resolved
-
-
-def check_unused(resolved: Resolved, used: Collection[str]) -> None:
-    """Check that every mesh axis is used: by the layout, or among `used`, by the model's own code.
-
-    Raises:
-      LayoutError: the devices of an axis would all do the same work.
-    """
-    problems = [problem for axis, problem in resolved.unused.items() if axis not in used]
-    raise_problems(LayoutError, misfit_headline(resolved.layout, resolved.mesh), problems)
-
-
-def misfit_headline(layout: Layout, mesh: MeshSpec) -> str:
-    """The first line of an error about a layout, a model and a mesh."""
-    return f"{layout.source} does not fit this model on mesh {mesh}"
 
 
 def _axis_lines(spec: Spec, mesh: MeshSpec) -> tuple[list[str], str]:

@@ -1,7 +1,7 @@
 """Problems of a layout that fits every parameter of a model but not the mesh or the other tables, each with a verified fix."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -28,37 +28,27 @@ def resolved_problems(
         *_server_problems(resolved),
         *_expert_problems(resolved),
     ]
-    named = {*dict(resolved.layout.mesh), *spec_axes(tuple(entry for _, entry in resolved.layout.axes))}
-    # other problems may be the reason that an axis is unused; what the layout does not name, the model's own code may use
-    return problems or [problem for axis, problem in resolved.unused.items() if axis in named]
+    return problems or list(_idle_problems(resolved, names, fits))  # other problems may be the reason that an axis is unused
 
 
-def unused_axes(resolved: Resolved, names: Mapping[str, Names], fits: Callable[[MeshSpec], bool]) -> Iterator[tuple[str, Problem]]:
-    """Mesh axes that neither specs nor tables use, and the problem of each. `fits`: see `resolved_problems`."""
+def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callable[[MeshSpec], bool]) -> Iterator[Problem]:
+    """Mesh axes of `[axes]` that shard nothing; of others, which the model's own code may use, `train/idle_axes.py` judges by the step."""
     layout, mesh = resolved.layout, resolved.mesh
     declared = {axis: [name for name, entry in layout.axes if axis in entry_axes(entry)] for axis in mesh.names}
     for axis in resolved.idle_axes():
+        if not declared[axis]:
+            continue
         lines = [f'nothing is sharded over "{axis}", so its {mesh.sizes[axis]} devices would all do the same work.']
         logical = ", ".join(declared[axis])
-        if logical:
-            carried = sorted({name for of in names.values() for name in each_name(of)})
-            have = f"they carry {first_names(carried)}" if carried else "they carry none"
-            lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
-        fixes = [f"logical axis names ({logical}) on the model's parameters"] if logical else []
-        fixes.append(f'[[params]] rules with "{axis}"')
-        merged = _merged(mesh, axis, layout.data_axes(), named=axis in dict(layout.mesh) or bool(logical))
-        if merged is not None and fits(merged):
+        carried = sorted({name for of in names.values() for name in each_name(of)})
+        have = f"they carry {first_names(carried)}" if carried else "they carry none"
+        lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
+        fixes = [f"logical axis names ({logical}) on the model's parameters", f'[[params]] rules with "{axis}"']
+        target = layout.data_axes()[-1] if layout.data_axes() else mesh.names[0]  # the innermost data axis, to which its devices go
+        merged = MeshSpec(tuple((mesh.sizes | {axis: 1, target: mesh.sizes[target] * mesh.sizes[axis]}).items()))
+        if fits(merged):
             fixes.insert(0, option("mesh", quoted(str(merged).replace(" ", ""))))
-        yield axis, Problem(f'mesh axis "{axis}"', lines, ", or ".join(fixes) + ".", kind="unused_axis")
-
-
-def _merged(mesh: MeshSpec, axis: str, data_axes: Sequence[str], *, named: bool) -> MeshSpec | None:
-    """The mesh with the devices of an axis on the innermost data axis, or else the first other one; `named`: the layout needs the axis."""
-    others = [*reversed(data_axes), *(name for name in mesh.names if name != axis)]
-    if not others:
-        return None
-    sizes = mesh.sizes | {others[0]: mesh.sizes[others[0]] * mesh.sizes[axis]}
-    return MeshSpec(tuple((name, 1 if name == axis else size) for name, size in sizes.items() if named or name != axis))
+        yield Problem(f'mesh axis "{axis}"', lines, ", or ".join(fixes) + ".", kind="unused_axis")
 
 
 def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:

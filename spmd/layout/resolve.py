@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
-from spmd.errors import Problem
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
@@ -45,16 +44,13 @@ class Placement:
 class Resolved:
     """A layout applied to a model on a mesh: one `Placement` per parameter that is trained, by path.
 
-    Attributes:
-      frozen: those of the arrays in which all other parameters are kept, by path: of a quantized one `.../codes` and `.../scales`.
-      unused: of each mesh axis that neither specs nor tables use, the problem that it is unless the model's own code uses it.
+    `frozen`: those of the arrays in which all other parameters are kept, by path: of a quantized one `.../codes` and `.../scales`.
     """
 
     layout: Layout
     mesh: MeshSpec
     placements: dict[str, Placement]
     frozen: dict[str, Placement] = dataclasses.field(default_factory=dict)
-    unused: dict[str, Problem] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def all_placements(self) -> dict[str, Placement]:

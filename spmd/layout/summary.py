@@ -60,6 +60,5 @@ def notes(resolved: Resolved) -> list[str]:
         kept = format_bytes(sum(place.nbytes for place in resolved.frozen.values()))
         lines.append(f"{len(resolved.placements)} arrays of {numbers:,} numbers are trained; {len(resolved.frozen)} ({kept}) are not.")
     for axis in resolved.idle_axes():
-        only = "so only code of the model's own can use it"
-        lines.append(f'note: nothing in the layout names mesh axis "{axis}" of {mesh.sizes[axis]} devices, {only}.')
+        lines.append(f'note: the layout does not use mesh axis "{axis}" ({mesh.sizes[axis]} devices); the model\'s own code must.')
     return lines

@@ -1,5 +1,6 @@
 """Compile a step for hardware that need not be present: in a separate process, with a timeout and a cache."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -21,7 +22,7 @@ import jaxlib
 
 from spmd.errors import CompileError, OptionError, first_line, how_to_install, option
 from spmd.mesh import MeshSpec
-from spmd.output_files import name_errors, sync, sync_tree
+from spmd.output_files import name_errors, sync_tree
 from spmd.planner import compile_client
 from spmd.planner.gpu_kernels import VERSION, gpu_of
 from spmd.planner.target import Cluster, Target
@@ -142,8 +143,11 @@ def program_files(blob: bytes, folder: Path, devices: int, target: str, timeout:
 
     Args:
       blob: the request, if they are not there.
+      folder: the program's, in the cache.
       devices: that the server needs to compile it.
       target: what it is compiled for, in errors.
+      timeout: seconds after which the compiler is stopped.
+      say: called once a second with a line on how long it has taken.
 
     Raises:
       CompileError: it cannot be compiled, or the cache cannot be written or read.
@@ -169,7 +173,7 @@ def _cached(folder: Path) -> tuple[str, ...] | None:
 
 
 def _read(folder: Path) -> tuple[str, ...]:
-    """As `_cached`; raises an `OSError` or a `ValueError`."""
+    """Read the files of a program; raises an `OSError` or a `ValueError` if any is missing or truncated."""
     texts = []
     for name in FILES:
         with name_errors(folder / name):
@@ -177,7 +181,8 @@ def _read(folder: Path) -> tuple[str, ...]:
     json.loads(texts[1])
     if not texts[0]:
         raise ValueError("program.hlo is empty")
-    os.utime(folder)  # marks it as recently used
+    with contextlib.suppress(OSError):  # the cache may be another user's
+        os.utime(folder)  # marks it as recently used
     return tuple(texts)
 
 
@@ -214,7 +219,6 @@ def _store(work: Path, folder: Path) -> None:
     except OSError:
         if _cached(folder) is None:  # else another process has stored the same program
             raise
-    sync(folder.parent)
 
 
 def _evict(folder: Path) -> None:

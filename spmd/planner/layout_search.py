@@ -94,7 +94,8 @@ def search(
     config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
     left_out = {name: f"{why}; {option('candidates', quoted('all'))} includes it" for name, why in left_out.items()}
     say(f"compiling for one device, of {cluster}")
-    alone = _alone(config, cluster, batch, timeout)
+    axes = dict.fromkeys(["data", *(name for layout in layouts for name, _ in layout.mesh)])
+    alone = _alone(config, cluster, batch, timeout, axes)
     if candidates in ("exact", "all"):
         layouts = without_names(layouts, alone.program)
     space = CandidateSpace(layouts, remats(alone.program.placed), cluster.count, rows)
@@ -123,12 +124,11 @@ def search(
     return Search(cluster, alone, tuple(fitting), rejected, left_out, complete, would_hold, run.interrupted, run.compiled, took, limit)
 
 
-def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float) -> Plan:
-    """The plan of the step on one device of a cluster."""
+def _alone(config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float, axes: Iterable[str]) -> Plan:
+    """The plan of the step on one device of a cluster; `axes`: of the meshes to come, which the model's own code may name."""
     compiler, _ = compiler_of(cluster.target, cluster.nodes)
     memory = usable_memory(cluster.target)
-    mesh, one = abstract_mesh(MeshSpec((("data", 1),))), Cluster(1, 1, cluster.target)
-
+    mesh, one = abstract_mesh(MeshSpec(tuple((axis, 1) for axis in axes))), Cluster(1, 1, cluster.target)
     placed = PlacedModel(config, mesh, Layout(), platform=cluster.target.platform, kernels=compiler, device_memory=memory)
     return build_plan(Plan, placed, batch, one, timeout=timeout)
 

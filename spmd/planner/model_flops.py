@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.jaxpr import equations, inner_jaxprs
+from spmd.jaxpr import equations, inner_jaxprs, named_axes
 from spmd.layout.schema import Attention, Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.cost import attention_products
@@ -92,9 +92,16 @@ def flops_of(equation: Any) -> float:
     if name == "pallas_call" and (attention := attention_products(params.get("name") or "", *(x.shape for x in inputs[:2]))):
         return attention
     inner = [flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
+    if name == "cond":
+        return max(inner, default=0.0)
+    times = 1
     if name == "pallas_call":
-        return sum(inner) * math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-    return max(inner, default=0.0) if name == "cond" else sum(inner) * params.get("length", 1) if name == "scan" else sum(inner)
+        times = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
+    if name == "scan":
+        times = params.get("length", 1)
+    if name == "shard_map":  # of the model's own code: its jaxpr is what one device does
+        times = math.prod(params["mesh"].shape[axis] for axis in named_axes(params))
+    return sum(inner) * times
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,7 +150,7 @@ def _share(plan: Plan, codec: str) -> float:
         return 1.0
     placed = plan.program.placed
     layout = dataclasses.replace(plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=())
-    sizes = dict.fromkeys(placed.mesh.axis_names, 1) | {"data": 2}  # the model's own code may name each axis
+    sizes = dict.fromkeys(placed.mesh.axis_names, 1) | {layout.data_axes()[-1]: 2}  # the model's own code may name each axis
     two = placed.with_layout(abstract_mesh(MeshSpec(tuple(sizes.items()))), layout)
     program = Program(two, plan.program.sample)
     return program.wire.bytes(where="reduce_gradients") / exact_bytes(two.exchange)

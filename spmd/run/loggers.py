@@ -225,19 +225,24 @@ def begin_loggers(loggers: Sequence[Logger], make_facts: Callable[[], RunFacts])
 
 
 def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
-    """Write one record with each logger, though one may raise; loggers may transfer arrays.
+    """Write one record with each logger, though another may raise; loggers may transfer arrays.
 
     Raises:
-      CallbackError: one of them raises.
+      CallbackError: the first error of a logger; its notes name those of others.
     """
-
-    def write(logger: Logger) -> None:
-        with jax.transfer_guard("allow"), raise_callback_errors(lambda: f"step {record['step']}: logger {type(logger).__name__}.write"):
-            logger.write(record)
-
-    with contextlib.ExitStack() as writing:
-        for logger in reversed(loggers):
-            writing.callback(write, logger)
+    failure: Exception | None = None
+    for logger in loggers:
+        where = f"step {record['step']}: logger {type(logger).__name__}.write"
+        try:
+            with jax.transfer_guard("allow"), raise_callback_errors(lambda where=where: where):
+                logger.write(record)
+        except Exception as error:  # raised below, or a note of the first
+            if failure is None:
+                failure = error
+            else:
+                failure.add_note(f"spmd: and {getattr(error, 'message', error)}")
+    if failure is not None:
+        raise failure
 
 
 def close_loggers(loggers: Sequence[Logger]) -> None:

@@ -149,8 +149,8 @@ class Loop:
                 self._metrics.give_up(recorded=saves)
                 if saves:
                     self._saver.save_after_error(error)
-                    with note_second_error(error, "metrics of the last steps could not be written"):
-                        self._metrics.log_rest()
+            with note_second_error(error, "metrics of the last steps could not be written"):
+                self._metrics.log_rest()
             with note_second_error(error, "on_stop failed"):
                 self._control.notify_stop()
         finally:  # another Ctrl-C may end the save; the folder must be released all the same

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spmd.ranking import best
-from spmd.user_paths import PART
 
 REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
-BEFORE_ANY_STEP = "history-before-1.bin"  # earlier versions kept the steps of a run that started again; the new run has its own
 
 
 def kept_steps(scores: Mapping[int, float | None], keep: int | None, mode: str) -> set[int]:
@@ -33,10 +31,9 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove what a killed process has left of checkpoints and files that it removed or wrote; only the owner of the run's folder may."""
+    """Remove what a killed process has left of checkpoints that it removed or wrote; only the owner of the run's folder may."""
     checkpoints = run / "checkpoints"
     for path in (*checkpoints.glob(f"{REMOVED}*"), *checkpoints.glob("*.orbax-checkpoint-tmp*")):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (*run.glob(f"{PART}*"), run / BEFORE_ANY_STEP):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    with contextlib.suppress(OSError):
+        (run / "history-before-1.bin").unlink()  # earlier versions kept the steps of a run that was started again at step 0

@@ -28,6 +28,7 @@ class _Signals:
     def __init__(self) -> None:
         self.request: Callable[[str], None] | None = None
         self._left, self._announced = False, set[int]()
+        self._announcing = threading.RLock()  # a handler may interrupt the handler of another signal
         self._ended, self._taken = threading.Event(), list[signal.Signals]()
         self._read, self._written = os.pipe()
         os.set_blocking(self._written, False)
@@ -69,9 +70,10 @@ class _Signals:
     def _terminate(self, number: int) -> bool:
         """Act on SIGTERM or its like, in the main thread or in this object's; returns whether this process has to exit now, alone."""
         watch = watchdog.current()
-        if number != signal.SIGTERM and number not in self._announced:
-            self._announced.add(number)
-            write_to_stderr(f"spmd: {signal.Signals(number).name} acts as SIGTERM\n")  # which later lines name
+        with self._announcing:  # both threads come here, and the second one must not be ahead of the first one's line
+            if number != signal.SIGTERM and number not in self._announced:
+                self._announced.add(number)
+                write_to_stderr(f"spmd: {signal.Signals(number).name} acts as SIGTERM\n")  # which later lines name
         if self.request is not None and watch.has_trained:
             self.request(SIGTERM_REASON)
             return False

@@ -34,8 +34,8 @@ class StepMetrics:
         self._calls = 0
         self._read = 0  # calls
         self._compiled: Pace | None = None  # how far the first two calls came, of which one was compiled, once they are read
-        self._unlogged: collections.deque[tuple[int, int, np.ndarray]] = collections.deque()  # in the history, and not in the window
-        self._histograms: collections.deque[tuple[int, int, Counts]] = collections.deque()  # of watched steps, not logged
+        # in the history, and in no record yet: (step, epoch, sums and counts), or (step, epoch, what a watched step has counted)
+        self._unlogged: collections.deque[tuple[int, int, np.ndarray | Counts]] = collections.deque()
         self._window = np.zeros((2, len(config.program.names)))
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
@@ -64,41 +64,36 @@ class StepMetrics:
     def give_up(self, *, recorded: bool) -> None:
         """Forget those that are unread, after an error; `recorded`: the history has them, since the state after them is saved."""
         unread, self._unread = self._unread, collections.deque()
-        for first, epoch, packed, batches, _, counts in unread if recorded else ():
-            self._record(first, epoch, self._fetch(packed), batches, counts)
+        for first, epoch, packed, _, _, counts in unread if recorded else ():
+            self._record(first, epoch, self._fetch(packed), counts)
 
     def log_rest(self) -> None:
-        """Log, after an error, the steps that the history has and no record: a run that resumes does not train them again."""
-        with contextlib.ExitStack() as rest:  # a record is written, though a logger may not take another; they are called in reverse
-            rest.callback(self.log)
+        """Log, after an error, the steps that the history has and no record: a run that resumes may not train them again."""
+        with contextlib.ExitStack() as records:  # an error of one keeps no other from being written; the last callback is called first
+            records.callback(self.log, rates=False)
             for _ in self._unlogged:
-                rest.callback(self._log_oldest)
-            for _ in self._histograms:
-                rest.callback(self._log_histograms)
+                records.callback(self._log_oldest, rates=False)
 
-    def _record(self, first: int, epoch: int, packed: np.ndarray, batches: Batches, counts: Counts) -> np.ndarray:
+    def _record(self, first: int, epoch: int, packed: np.ndarray, counts: Counts) -> np.ndarray:
         """Add the fetched metrics of a call to the history; returns them as float32[steps, 2, names]."""
         packed = packed if packed.ndim == 3 else packed[None]
         self._run.history.add_steps(first, packed)
-        self._run.samples += sum(batch.rows for batch in batches)
-        self._unlogged.extend((step, epoch, sums) for step, sums in enumerate(packed, first))
         if counts and self._config.loggers:
-            self._histograms.append((first, epoch, counts))
+            self._unlogged.append((first, epoch, counts))
+        self._unlogged.extend((step, epoch, sums) for step, sums in enumerate(packed, first))
         return packed
 
-    def _log_histograms(self) -> None:
-        """Fetch and log what the oldest watched step has counted."""
-        step, epoch, counts = self._histograms.popleft()
-        histograms = histogram_record(jax.tree.map(self._fetch, counts), self._config.program.placed.given.stacks())
-        write_record(self._config.loggers, {"step": step, "epoch": epoch, **histograms})
-
-    def _log_oldest(self) -> None:
-        """Add a step to the window, and log the window if that is due."""
-        step, epoch, sums = self._unlogged.popleft()
-        self._window += sums
+    def _log_oldest(self, *, rates: bool = True) -> None:
+        """Log what a watched step has counted; or add a step to the window, and log the window if that is due."""
+        step, epoch, content = self._unlogged.popleft()
+        if not isinstance(content, np.ndarray):
+            histograms = histogram_record(jax.tree.map(self._fetch, content), self._config.program.placed.given.stacks())
+            write_record(self._config.loggers, {"step": step, "epoch": epoch, **histograms})
+            return
+        self._window += content
         self._newest_step = (step, epoch)
         if step % self._config.schedule.log_every == 0:
-            self.log()
+            self.log(rates=rates)
 
     def devices_idle(self) -> bool:
         """Whether all dispatched steps are done."""
@@ -112,10 +107,11 @@ class StepMetrics:
         was_done = _is_done(packed)
         packed = self._fetch(packed)
         run.account.call_done(dispatched, seen=not was_done)
-        packed = self._record(first, epoch, packed, batches, counts)
+        packed = self._record(first, epoch, packed, counts)
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
-        if self._histograms:  # before callbacks: one may end the run because of what they show
-            self._log_histograms()
+        if counts and self._config.loggers:  # before callbacks: one may end the run because of what they show
+            self._log_oldest()
+        run.samples += sum(rows)
         if self._compiled is not None and run.samples > self._compiled.samples:  # calls that can be measured without them
             run.began, self._compiled = self._compiled, None
             self._config.progress.begin(run.began)
@@ -157,18 +153,21 @@ class StepMetrics:
                 self._config.progress.begin(self._run.began)
             self._config.progress.update(step, epoch, metrics, pace, self._config.work, last=last)
 
-    def log(self) -> None:
-        """Log the means since the last record; the last record of a run may cover fewer steps."""
+    def log(self, *, rates: bool = True) -> None:
+        """Log the means since the last record; the last record of a run may cover fewer steps.
+
+        Args:
+          rates: whether it says how fast these steps were.
+        """
         step, epoch = self._newest_step
         if self._window[1].any():
-            rates = self._run.account.rates(step, self._run.samples, self._config.work)
             memory = peak_memory()
             record = {
                 "step": step,
                 "epoch": epoch,
                 **self._means(self._window),
                 **self._config.program.static_metrics.at(step - 1),
-                **rates,
+                **(self._run.account.rates(step, self._run.samples, self._config.work) if rates else {}),
                 **({"peak_memory": memory} if memory else {}),
             }
             self._window = np.zeros_like(self._window)

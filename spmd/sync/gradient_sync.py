@@ -253,6 +253,12 @@ class GradientSync:
         |mean - exact mean| / |exact mean| of the codecs' inputs (gradients plus residuals)."""
         return ("residual_norm", "mean_error") if self.reduction.manual and self.resolved.layout.gradients.diagnostics else ()
 
+    @property
+    def _measured_axes(self) -> tuple[str, ...]:
+        """Model axes whose devices add up what they measure: along others all have the same."""
+        idle = self.resolved.idle_axes()
+        return tuple(axis for axis in self.mesh_axes.model_axes if axis not in idle)
+
     def _summed(self, measured: jax.Array) -> jax.Array:
         """Per worker: the measurements by name as (value, 1), float32[2, names], from every worker's part."""
         if not self.metric_names:
@@ -273,7 +279,8 @@ class GradientSync:
             lambda spec: pspec(keep_axes(spec, axes)), self.specs(comm_state), is_leaf=lambda x: isinstance(x, tuple)
         )
         specs = (grad_specs, state_specs)
-        return shard_map(self._sync, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(axes)), axis_names=axes)
+        outputs = (*specs, PartitionSpec(self._measured_axes))
+        return shard_map(self._sync, in_specs=(*specs, PartitionSpec()), out_specs=outputs, axis_names=axes)
 
     def _sync(self, grads: dict[str, Any], comm_state: Memory, step: Any) -> tuple[dict[str, Any], Memory, jax.Array]:
         """The mean gradients, the next state, and what is measured if the layout asks for it."""
@@ -302,7 +309,7 @@ class GradientSync:
         exact = exact_mean(spec.shard_layout, codec_input + before[RESIDUAL][0] if spec.error_feedback else codec_input)
         squares = jnp.stack([jnp.sum(x.astype(jnp.float32) ** 2) for x in (residual, mean - exact, exact)])
         copies = devices_along(self.mesh_axes, spec.shard_layout.replicated_axes)
-        other_axes = tuple(axis for axis in self.mesh_axes.model_axes if axis not in spec_axes(spec.model_spec))
+        other_axes = tuple(axis for axis in self._measured_axes if axis not in spec_axes(spec.model_spec))
         model_copies = devices_along(self.mesh_axes, other_axes) if spec.nested else 1
         return squares / jnp.array([spec.shard_layout.workers, copies, copies], jnp.float32) / model_copies
 

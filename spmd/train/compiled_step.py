@@ -17,8 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, LossError, SpmdError, first_line, option
-from spmd.jaxpr import equations, has_convolution, mesh_axes
-from spmd.layout.check import check_unused
+from spmd.jaxpr import equations, has_convolution
 from spmd.layout.compiler import xla_options
 from spmd.layout.gradients import Gradients
 from spmd.models.base import Call, Variables
@@ -42,6 +41,7 @@ from spmd.train.eval_outputs import EvalOutputs
 from spmd.train.export_step import export_step
 from spmd.train.histograms import count_tree
 from spmd.train.host_memory import memory_notes
+from spmd.train.idle_axes import check_idle_axes
 from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import check_masks, check_targets, nan_causes
@@ -131,8 +131,6 @@ class Program:
         check_names(self._loss_names, of_step)
         self.names = (*self._loss_names, *of_step)
         self._rowwise = check_loss(value, extra, self.rows)
-        if trains:
-            check_unused(placed.resolved, mesh_axes(self._jaxpr.jaxpr))
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
@@ -469,7 +467,12 @@ class Program:
     @functools.cached_property
     def wire(self) -> CommLog:
         """Every collective of a step on a full batch; reads the traced step (`step` then compiles that trace)."""
-        return read(self._traced.jaxpr.jaxpr, self.placed.mesh.shape, self.placed.resolved.layout.gradients.start_step)
+        return read(self.step_jaxpr, self.placed.mesh.shape, self.placed.resolved.layout.gradients.start_step)
+
+    @property
+    def step_jaxpr(self) -> Any:
+        """The jaxpr of a step on a full batch."""
+        return self._traced.jaxpr.jaxpr
 
     @property
     def _traced(self) -> Any:
@@ -551,6 +554,7 @@ def prepare_program(placed: PlacedModel, sample: Tree) -> Program:
     placed = program.placed
     check_products(program._jaxpr.jaxpr, placed.platform)
     check_gradient(program._jaxpr.jaxpr, len(jax.tree.leaves(placed.abstract_state.params)))
+    check_idle_axes(placed, sample, lambda: program.step_jaxpr)
     return program
 
 

@@ -459,7 +459,9 @@ def train():
     head = "FOLDER = None\nSTALL = True\n"
     text, code = script(head + code + "spmd.launch.run(train, processes=2, simulate=1, stall='step=3')")
     first = r"process \d failed at step \d: stalled in step \(limit 3 s\)"
-    waited_for = r"process 1 made no progress in step after step \d, without waiting for others"  # where the one that waits is first to say so
+    waited_for = (
+        r"process 1 made no progress in step after step \d, without waiting for others"  # where the one that waits is first to say so
+    )
     assert code == 1 and re.search(f"ProcessError: ({first}|{waited_for})", text), text
 
 

@@ -278,15 +278,51 @@ def test_steps_before_the_saved_state_are_all_logged(fails, tmp_path):
 
 def test_a_record_after_an_error_is_the_mean_since_the_last_one(tmp_path):
     def fail(info):
+        if info.step == 7:
+            raise RuntimeError("mine")
+
+    with pytest.raises(CallbackError, match="mine"):
+        fit(epochs=3, checkpoint=tmp_path, log_every=3, callbacks=[fail])
+    losses = spmd.History.read(tmp_path)["loss"]
+    records = json_records(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [3, 6, 8]
+    assert_close(records[2]["loss"], np.mean(losses[6:8]))
+    assert records[1].keys() >= SPEED and not records[2].keys() & SPEED, "the time to save would be a part of its rates"
+
+
+def test_records_after_an_error_are_in_the_order_of_steps(tmp_path):
+    def fail(info):
         if info.step == 4:
             raise RuntimeError("mine")
 
     with pytest.raises(CallbackError, match="mine"):
-        fit(epochs=2, checkpoint=tmp_path, log_every=3, callbacks=[fail])
-    losses = spmd.History.read(tmp_path)["loss"]
+        fit(epochs=2, checkpoint=tmp_path, log_every=1, watch=1, callbacks=[fail])
     records = json_records(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [3, 5]
-    assert_close(records[1]["loss"], np.mean(losses[3:5]))
+    assert [(record["step"], "loss" in record) for record in records] == [(step, kind) for step in range(1, 6) for kind in (False, True)]
+
+
+def test_steps_before_a_loss_that_is_not_finite_are_logged(tmp_path):
+    data = numbers()
+    data["x"][64, 0] = math.nan  # in the third of three batches
+    with pytest.raises(spmd.errors.DivergedError):
+        fit(data, epochs=1, shuffle=False, checkpoint=tmp_path, log_every=2)
+    assert [(record["step"], record["loss"] is None) for record in json_records(tmp_path / "metrics.jsonl")] == [(2, False), (3, True)]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_first_logger_that_fails_is_named(others):
+    class Fails(Memory):
+        def write(self, record):
+            raise OSError("first")
+
+    class FailsToo(Memory):
+        def write(self, record):
+            raise ValueError("second")
+
+    with pytest.raises(CallbackError, match=r"logger Fails\.write raises OSError: first") as raised:
+        fit(steps=1, loggers=[Fails(), *[FailsToo()] * others])
+    notes = [note for note in getattr(raised.value, "__notes__", []) if "logger FailsToo.write raises ValueError: second" in note]
+    assert len(notes) == others
 
 
 def test_the_extra_is_named_when_it_is_missing(monkeypatch):

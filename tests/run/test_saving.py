@@ -165,15 +165,14 @@ def test_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, monke
 
 
 def test_next_owner_removes_leftovers_though_nothing_is_left_to_train(tmp_path):
-    """Of checkpoints that were being removed or written, and of a file that was, when a process was killed."""
+    """Of a checkpoint that was being removed, and of one that was being written, when a process was killed."""
     config = spmd.Checkpoint(tmp_path, every=4)
     trained = fit(steps=4, checkpoint=config)
     checkpoints = tmp_path / "checkpoints"
     for name in (".removed-2", "6.orbax-checkpoint-tmp", "6.orbax-checkpoint-tmp-1700000000"):
         shutil.copytree(checkpoints / "4", checkpoints / name)
     names = {path.name for path in tmp_path.iterdir()}
-    for name in (".spmd-part-0123456789abcdef.toml", "history-before-1.bin"):
-        (tmp_path / name).write_bytes(b"left")
+    (tmp_path / "history-before-1.bin").write_bytes(b"of an earlier version")
     (tmp_path / ".notes").write_text("mine")
     assert same(fit(steps=4, checkpoint=config, resume=True).state, trained.state)
     assert [path.name for path in checkpoints.iterdir()] == ["4"]

@@ -46,7 +46,7 @@ LAYOUTS = {
     "fsdp": ("data=8", "fsdp"),
     "fsdp and tensor": ("data=4,model=2", Layout(params=TENSOR, gradients=Gradients("reduce_scatter"))),
     "data_parallel": ("data=8", "data_parallel"),
-    "compiler": ("data=4,model=2", Layout(gradients=Gradients("compiler"))),
+    "compiler": ("data=8", Layout(gradients=Gradients("compiler"))),
     "parameter_server": ("data=8", "parameter_server"),
     "pipeline": ("data=2,stage=4", Layout(pipeline=Pipeline("stage", microbatches=4))),
     "circular pipeline": ("data=2,stage=2", Layout(pipeline=Pipeline("stage", microbatches=4, schedule="circular", groups=2))),

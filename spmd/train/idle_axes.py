@@ -1,0 +1,57 @@
+"""Mesh axes along which all devices would do the same work."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from spmd.data.batches import check_batch
+from spmd.errors import LayoutError, Problem, SpmdError, option, quoted, raise_problems
+from spmd.jaxpr import mesh_axes
+from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.train.model_setup import PlacedModel
+from spmd.tree import Tree
+
+
+def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any]) -> None:
+    """Check that every mesh axis of several devices is used: by the layout, or by the model, the loss or the optimizer in a step.
+
+    Args:
+      sample: the shapes of a full batch.
+      trace: returns the jaxpr of the step.
+
+    Raises:
+      LayoutError: the devices of an axis would all do the same work.
+    """
+    idle = placed.resolved.idle_axes()
+    used = mesh_axes(trace()) if idle else set()
+    idle = tuple(axis for axis in idle if axis not in used)
+    if not idle:
+        return
+    sizes, axes = placed.resolved.mesh.sizes, ", ".join(map(quoted, idle))
+    why = f"nothing is sharded over {axes}, so groups of {math.prod(sizes[axis] for axis in idle)} devices would do the same work."
+    use = f"a use for {axes} in the layout, such as [[params]] rules, or in the model, such as jax.lax.with_sharding_constraint."
+    mesh = _without(placed, sample, idle)
+    fix = f"{mesh}; or {use}" if mesh else use
+    problem = Problem(f"mesh axis {axes}", [why], fix, kind="unused_axis")
+    raise_problems(LayoutError, f"{placed.resolved.layout.source} does not fit this model on mesh {placed.resolved.mesh}", [problem])
+
+
+def _without(placed: PlacedModel, sample: Tree, idle: tuple[str, ...]) -> str:
+    """A mesh with the devices of idle axes on the innermost data axis, as an option, if model and batch fit it; else ""."""
+    layout, sizes = placed.resolved.layout, placed.resolved.mesh.sizes
+    data, declared = layout.data_axes()[-1], dict(layout.mesh)
+    merged = sizes | {data: sizes[data] * math.prod(sizes[axis] for axis in idle)}
+    merged = {axis: 1 if axis in idle else size for axis, size in merged.items() if axis not in idle or axis in declared}
+    mesh = MeshSpec(tuple(merged.items()))
+    try:
+        check_batch(sample, layout, mesh, placed.config.accumulate)
+        _ = placed.with_layout(abstract_mesh(mesh), layout).resolved
+    except SpmdError:
+        return ""
+    text = quoted(str(mesh).replace(" ", ""))
+    if isinstance(placed.mesh, AbstractMesh) or placed.mesh.size == jax.device_count():
+        return option("mesh", text)
+    return f"spmd.make_mesh({text}, devices=...), with the same devices"
