@@ -202,6 +202,7 @@ class Deep(linen.Module):
         return x
 
 
+@pytest.mark.system
 def test_checkpoint_of_another_model_is_short(tmp_path):
     options = FIT | {"optimizer": optax.adam(0.1), "checkpoint": tmp_path, "steps": 1}
     spmd.fit(Deep(8), (X, Y), **options)

@@ -102,7 +102,7 @@ def test_draws_have_the_probabilities_that_are_asked_for():
 PENALTIES = json.loads((FIXTURES / "penalties.json").read_text())
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("penalty", ["1.3", "0.7"])
 @pytest.mark.parametrize("name", PENALTIES)
 def test_tokens_with_a_repetition_penalty_are_those_of_transformers(name, penalty):
@@ -157,6 +157,7 @@ ASKS = {  # by what a file says: what generation is asked for, and what it has n
 }
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("case", ASKS)
 def test_sampling_that_a_folder_asks_for_is_reported_or_in_the_call(tmp_path, caplog, case):
     said, options, unknown = ASKS[case]

@@ -294,6 +294,7 @@ SECOND = {
 }
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("second", SECOND)
 def test_attention_that_a_ring_does_not_take_is_computed_as_it_is_written(second):
     """Beside attention that goes around it; the loss and the gradient are those of plain JAX."""

@@ -67,6 +67,7 @@ def close(ours, right):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), jax.device_get(ours), right)
 
 
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("loss, devices", [(by_name, 1), (by_name, 8), (by_function, 1), (by_attribute, 1), (by_attribute, 8)])
 def test_loss_of_several_methods_trains_as_in_plain_flax(loss, devices, bound):

@@ -86,6 +86,7 @@ def trained(model, loss, devices):
     return losses, jax.device_get(state.stats)
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("module", [Rows(), Members()], ids=["rows", "members"])
 def test_axes_of_linen_vmap_are_kept(module, devices):
@@ -98,6 +99,7 @@ def test_axes_of_linen_vmap_are_kept(module, devices):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("devices", [1, 8])
 def test_axes_of_nnx_vmap_are_kept(devices):
     graph, params, rest = nnx.split(NnxRows(nnx.Rngs(0)), nnx.Param, ...)
@@ -115,6 +117,7 @@ def test_axes_of_nnx_vmap_are_kept(devices):
     np.testing.assert_allclose(losses, right, rtol=2e-5)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_an_axis_that_the_model_does_not_bind_is_noted(kind):
     """As in code for `jax.pmap`; one that it binds is not."""

@@ -181,7 +181,7 @@ def attention_plan(width, length, rows, target, **options):
     return spmd.plan(model, batch, target=target, **options)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.system
 @pytest.mark.parametrize("width", [32, 64])
 def test_attention_in_parts_is_the_first_fix_where_scores_are_stored(width):
     fused = '[attention] implementation = "chunked"'

@@ -108,6 +108,7 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if "the evaluation" in record.getMessage()]
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("rows", "batch_size", "mesh"),
     [(48, 16, "data=8"), (40, 16, "data=4"), (33, 16, "data=1")],

@@ -326,7 +326,7 @@ def test_batch_statistics_of_microbatches_are_noted(accumulate):
     assert len(said) == accumulate - 1
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("case", STACKS)
 def test_layers_that_a_layout_computes_in_its_own_way_train_as_plain_jax_does(case):
     """With a loss that divides by a number of all rows: layers are row by row, so workers share that number alone."""
@@ -483,6 +483,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_rows_draw_what_plain_jax_draws(draw):
     def loss(model, batch, rng):
