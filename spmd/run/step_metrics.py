@@ -65,7 +65,7 @@ class StepMetrics:
         """Forget those that are unread, after an error; `recorded`: the history has them, since the state after them is saved."""
         unread, self._unread = self._unread, collections.deque()
         for first, epoch, packed, _, _, counts in unread if recorded else ():
-            self._record(first, epoch, self._fetch(packed), counts)
+            self._add_to_history(first, epoch, self._fetch(packed), counts)
 
     def log_rest(self) -> None:
         """Log, after an error, the steps that the history has and no record: a run that resumes may not train them again."""
@@ -74,8 +74,8 @@ class StepMetrics:
             for _ in self._unlogged:
                 records.callback(self._log_oldest, rates=False)
 
-    def _record(self, first: int, epoch: int, packed: np.ndarray, counts: Counts) -> np.ndarray:
-        """Add the fetched metrics of a call to the history; returns them as float32[steps, 2, names]."""
+    def _add_to_history(self, first: int, epoch: int, packed: np.ndarray, counts: Counts) -> np.ndarray:
+        """Add the fetched metrics of a call to the history, and to what is to be logged; returns them as float32[steps, 2, names]."""
         packed = packed if packed.ndim == 3 else packed[None]
         self._run.history.add_steps(first, packed)
         if counts and self._config.loggers:
@@ -107,7 +107,7 @@ class StepMetrics:
         was_done = _is_done(packed)
         packed = self._fetch(packed)
         run.account.call_done(dispatched, seen=not was_done)
-        packed = self._record(first, epoch, packed, counts)
+        packed = self._add_to_history(first, epoch, packed, counts)
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
         if counts and self._config.loggers:  # before callbacks: one may end the run because of what they show
             self._log_oldest()
@@ -167,9 +167,11 @@ class StepMetrics:
                 "epoch": epoch,
                 **self._means(self._window),
                 **self._config.program.static_metrics.at(step - 1),
-                **(self._run.account.rates(step, self._run.samples, self._config.work) if rates else {}),
-                **({"peak_memory": memory} if memory else {}),
             }
+            if rates:
+                record |= self._run.account.rates(step, self._run.samples, self._config.work)
+            if memory:
+                record["peak_memory"] = memory
             self._window = np.zeros_like(self._window)
             write_record(self._config.loggers, record)
 
