@@ -52,7 +52,8 @@ def runs():
 
 @pytest.mark.parametrize("name, layout", list(runs()))
 def test_runs_under_every_layout(small, name, layout, capsys):
-    result = small(name).main(["--layout", layout, "--mesh", "data=4,model=2", "--steps", "8", "--batch-size", "32"])
+    mesh = "data=4,model=2" if "tensor" in layout else "data=8"
+    result = small(name).main(["--layout", layout, "--mesh", mesh, "--steps", "8", "--batch-size", "32"])
     loss = result.history["loss"]
     assert len(loss) == 8 and loss[-1] < loss[0]
     assert "test loss" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 
+import jax
 import pytest
 from small import fit, fit_net, numbers, same
 
@@ -157,7 +158,7 @@ def test_deleted_memory_is_replaced_by_the_disk(tmp_path, killed):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"mesh": "data=4,model=2"}, "step 8: the mesh was data=8, is data=4, model=2"),
+        ({"mesh": spmd.make_mesh("data=4", devices=jax.devices()[:4])}, "step 8: the mesh was data=8, is data=4"),
         ({"layout": "fsdp"}, "step 8: the layout has changed"),
     ],
 )

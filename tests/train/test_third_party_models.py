@@ -127,9 +127,9 @@ def test_own_constraints_are_given_to_the_compiler(spec, mesh, reduction):
 @pytest.mark.system
 def test_own_constraints_shard_the_axes_that_are_left():
     """Half of the hidden units on each device, which is what the constraint asks for."""
-    texts = []
-    for spec in (P("data", None, "model"), None):
-        trainer, _ = trained(lambda spec=spec: Constrained(spec, nnx.Rngs(0)), mesh=TWO, steps=0)
+    texts, four = [], spmd.make_mesh("data=4", devices=jax.devices()[:4])
+    for spec, mesh in ((P("data", None, "model"), TWO), (None, four)):
+        trainer, _ = trained(lambda spec=spec: Constrained(spec, nnx.Rngs(0)), mesh=mesh, steps=0)
         texts.append(trainer.prepare(BATCH)[0].compile().as_text())
     assert "f32[4,8,8]" in texts[0] and "f32[4,8,16]" not in texts[0] and "f32[4,8,16]" in texts[1]
 
@@ -142,7 +142,7 @@ def test_logical_constraints():
 @pytest.mark.system
 def test_own_constraints_hold_in_evaluation_and_prediction():
     trainer, state = trained(lambda: Constrained(P("data", None, "model"), nnx.Rngs(0)), mesh=TWO)
-    plain, same = trained(lambda: Constrained(None, nnx.Rngs(0)), mesh=TWO)
+    plain, same = trained(lambda: Constrained(None, nnx.Rngs(0)), mesh="data=8")
     assert_close(trainer.evaluate(state, BATCH)["loss"], plain.evaluate(same, BATCH)["loss"])
     np.testing.assert_allclose(trainer.predict(state, X), plain.predict(same, X), atol=1e-6)
 

@@ -214,6 +214,8 @@ def test_registered_reduction_has_the_options_of_the_layout_and_its_own_state(me
     batch = f"[batch]\nspec = [{list(axes)}]\n" if len(axes) > 1 else ""
     text = f'{batch}[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = true\n'
     text += '[[gradients.rules]]\npath = "layer/*"\ncodec = "exact"\n'
+    if "model" in mesh:  # shards the targets alone
+        text += '[[batch.rules]]\npath = "1"\nspec = ["data", "model"]\n'
     result = fit(write_layout(tmp_path, text.replace("'", '"')), mesh=mesh)
     state = result.state.exchange["two_stages"]
     workers = 4 if mesh.endswith("model=2") else 8
@@ -240,7 +242,7 @@ def test_state_of_a_registered_reduction_is_saved_and_restored(registered, tmp_p
 def test_residuals_of_a_registered_reduction_are_resplit_over_fewer_workers(registered, tmp_path):
     layout = write_layout(tmp_path, '[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = true\n')
     fit(layout, epochs=2, checkpoint=tmp_path / "run")
-    fewer = fit(layout, epochs=3, checkpoint=tmp_path / "run", resume=True, mesh="data=4,model=2")
+    fewer = fit(layout, epochs=3, checkpoint=tmp_path / "run", resume=True, mesh=spmd.make_mesh("data=4", devices=jax.devices()[:4]))
     assert fewer.state.exchange["two_stages"]["0/memory/w/residual"].shape == (4, 64, 8)
     assert int(fewer.state.exchange["two_stages"]["0/step"]) == 3
 
