@@ -191,7 +191,7 @@ def test_accumulation_and_half_precision(plain, schedule):
 )
 def test_half_precision_where_axes_are_left_to_the_partitioner(model, mesh, schedule):
     """XLA:CPU ends the process at a bfloat16 sum there, so sums over stages are float32; the loss is that of one device to 8 bits."""
-    layout = piped(schedule=schedule, microbatches=None)
+    layout = piped(schedule=schedule, microbatches=None, more=TENSOR_PARALLEL if "model" in mesh else {})
     losses = trained(model, mesh, layout, precision="bfloat16", steps=2)[2]
     plain = trained(model, "data=1", "data_parallel", precision="bfloat16", steps=2)[2]
     assert np.allclose(losses, plain, rtol=2**-7)
