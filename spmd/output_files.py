@@ -1,4 +1,4 @@
-"""Writes files so that they are complete and on disk when a function returns, and errors of the disk name the file.
+"""Writes files so that they are complete and on disk when a function returns, and errors of the disk, here also of reading, name the file.
 
 The system's own errors do so only where a file is opened.
 """
@@ -27,6 +27,12 @@ def name_errors(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a file."""
+    with name_errors(path):
+        return path.read_bytes()
 
 
 class OutputFile(io.FileIO):

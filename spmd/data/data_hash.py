@@ -4,9 +4,11 @@ import concurrent.futures
 import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from spmd.output_files import name_errors
 from spmd.tree import Tree, flatten
 
 BLOCK = 1 << 14  # bytes that are read at a time
@@ -47,8 +49,9 @@ def _of_array(leaf: np.ndarray) -> str:
 
 def _read(span: tuple[str, int, int]) -> bytes:
     path, first, size = span
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.pread(descriptor, size, first)
-    finally:
-        os.close(descriptor)
+    with name_errors(Path(path)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return os.pread(descriptor, size, first)
+        finally:
+            os.close(descriptor)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd.errors import DataError
+from spmd.output_files import read_bytes
 from spmd.user_paths import as_path
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -22,7 +23,7 @@ def read_idx(path: str | Path) -> np.ndarray:
       DataError: not an IDX file, or its length does not match its header.
     """
     path = as_path(path, "path")
-    raw = path.read_bytes()
+    raw = read_bytes(path)
     try:
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError) as error:

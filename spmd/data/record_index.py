@@ -17,6 +17,7 @@ import numpy as np
 from spmd import checksummed_files
 from spmd.data import data_hash
 from spmd.errors import DataError, OptionError, type_name
+from spmd.output_files import name_errors
 from spmd.user_paths import as_path, make_folder
 
 CHUNK = 1 << 24  # bytes of a file that are scanned at a time
@@ -59,7 +60,7 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 
 def check_uncompressed(path: str) -> None:
     """Raise `DataError` if the first bytes of a file are those of a compressed one."""
-    with open(path, "rb") as file:
+    with name_errors(Path(path)), open(path, "rb") as file:
         first_bytes = file.read(6)
     for magic, name in _COMPRESSED.items():
         if first_bytes.startswith(magic):

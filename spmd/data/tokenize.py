@@ -14,6 +14,7 @@ import numpy as np
 from spmd.data.chat import TEMPLATE, ChatFormat, ChatTemplate, Rendered, chat_format, formats, messages_of
 from spmd.data.text_files import json_object, text_of
 from spmd.errors import DataError, OptionError, first_line, import_extra, join_names, option, quoted, short_repr, type_name
+from spmd.output_files import read_bytes
 from spmd.user_paths import as_path
 
 
@@ -78,7 +79,7 @@ class Tokenizer:
 
 def _bytes_of(path: Path) -> bytes:
     if path.is_file():
-        return path.read_bytes()
+        return read_bytes(path)
     folder = path.parent
     if not folder.is_dir():
         raise DataError(f"there is no tokenizer: the folder {folder} does not exist.", fix="a folder with a tokenizer.json.")

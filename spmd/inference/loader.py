@@ -15,6 +15,7 @@ from spmd.errors import ExportError, OptionError, check_integer, import_extra, s
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.inference.forward import call_in_chunks, check_inputs, concatenated, describe_tree, with_rows
 from spmd.inference.weights import Stored, read_arrays
+from spmd.output_files import read_bytes
 from spmd.run.manifest import find_damage, read_json
 from spmd.tracebacks import trims_tracebacks
 from spmd.tree import Tree, describe
@@ -158,7 +159,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
         fix = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
         raise ExportError(f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.", fix=f"{fix}.")
     try:
-        program = jax.export.deserialize(bytearray((place / PROGRAM).read_bytes()))
+        program = jax.export.deserialize(bytearray(read_bytes(place / PROGRAM)))
     except Exception as error:
         fix = f"jax {about['versions']['jax']}, with which it was written"
         raise ExportError(f"jax {jax.__version__} cannot read the program in {folder}: {error}", fix=f"{fix}.") from error

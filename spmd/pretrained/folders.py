@@ -23,6 +23,7 @@ from spmd.models.base import Variables
 from spmd.models.flax_nnx import NOTES, ORIGIN, NnxModel, hand_over
 from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
+from spmd.output_files import read_bytes
 from spmd.pretrained.architectures import CONFIG, OWN, Architecture, find, with_labels
 from spmd.pretrained.links import Link
 from spmd.pretrained.match_tensors import match_tensors
@@ -451,7 +452,7 @@ def _beside(origin: Origin, dtype: str | None) -> dict[str, bytes]:
         why = f"{folder}, from which the weights were loaded, is not there any more; its config and tokenizer are to be copied."
         raise PretrainedError(why, fix="like=FOLDER, a copy of it.")
     paths = sorted(path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file() and not path.name.endswith(INDEX))
-    contents = {path.name: path.read_bytes() for path in paths}
+    contents = {path.name: read_bytes(path) for path in paths}
     if CONFIG in contents and (dtype is not None or origin.config is not None):
         config = origin.config or json.loads(contents[CONFIG])
         config = config | {key: dtype for key in ("torch_dtype", "dtype") if dtype is not None and key in config}

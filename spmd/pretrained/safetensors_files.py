@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import PretrainedError, Problem, did_you_mean, join_names, printable, raise_problems, short_repr
-from spmd.output_files import open_output
+from spmd.output_files import open_output, read_bytes
 from spmd.tree import describe
 
 DTYPES: dict[str, np.dtype] = {
@@ -198,7 +198,7 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
         raise PretrainedError(f"{index} is no regular file.", fix="check the path.")
     if index.stat().st_size > MOST_HEADER:
         raise _damaged(index, f"it has more than {MOST_HEADER:,} bytes")
-    weight_map = _parse(index, index.read_bytes(), "text").get("weight_map")
+    weight_map = _parse(index, read_bytes(index), "text").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise PretrainedError(f"{index} has no weight_map.", fix="download it again.")
     problems: list[Problem] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import CheckpointError, OptionError
-from spmd.output_files import OutputFile, write_at
+from spmd.output_files import OutputFile, read_bytes, write_at
 from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
 from spmd.user_paths import as_path, run_file, wrap_os_errors
@@ -252,7 +252,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
     """
     if not path.is_file():
         raise OptionError(f"there is no file {path}.", fix="give the folder of a run: fit(checkpoint=folder).")
-    content = path.read_bytes()
+    content = read_bytes(path)
     line, _, rest = content.partition(b"\n")
     try:
         header = json.loads(line)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spmd.output_files import open_output, sync
+from spmd.output_files import name_errors, open_output, sync
 
 MANIFEST_FILE = "manifest.json"
 NOT_LISTED = ("commit_success.txt", "_CHECKPOINT_METADATA", MANIFEST_FILE)  # marks of Orbax, without which arrays can be read, and this
@@ -104,7 +104,7 @@ def _read(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:
     """Size and hexadecimal SHA-256 of each file."""
 
     def read_one(name: str) -> tuple[int, str]:
-        with open_regular(folder / name) as file:
+        with name_errors(folder / name), open_regular(folder / name) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return file.tell(), digest  # words: of Python's files
 
