@@ -24,7 +24,7 @@ import jax
 
 from spmd.distributed import coordination
 from spmd.distributed.exit_codes import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
-from spmd.distributed.links import LOST_SECONDS, Links, lost
+from spmd.distributed.links import LOST_SECONDS, Links, lost, unanswered
 from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT, format_error, report_to_launcher
 from spmd.distributed.stragglers import StragglerMonitor
 from spmd.distributed.timeouts import StallTimeouts
@@ -288,6 +288,7 @@ class ClusterWatchdog(Watchdog):
                 phase, step, progress_at = self._progress
                 beat = {"phase": phase, "step": step, "since": round(time.monotonic() - progress_at, 2), "at": time.time()}
                 beat |= {"taken": dict(self.batches_taken), "waited": self.data_wait_seconds}
+                beat |= {"unanswered": unanswered() if beat["since"] > LOST_SECONDS else []}
                 coordination.put(f"beat/{self.rank}", json.dumps(beat))
                 messages = coordination.read_dir("now/")
                 if self._leaving:
@@ -314,8 +315,9 @@ class ClusterWatchdog(Watchdog):
                 self._report_lost(f"{', '.join(names)}: no answer for {LOST_SECONDS} s; that host, or the network to it, is lost")
             timeout = self._timeout(phase)
             if (idle := time.monotonic() - progress_at) > timeout:
-                message = f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g})"
-                self._abort(f"stalled in {phase} (limit {timeout:g} s)", STALLED, message)
+                gone = _gone(unanswered())
+                message = f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g}){gone}"
+                self._abort(f"stalled in {phase} (limit {timeout:g} s){gone}", STALLED, message)
 
     def _report_lost(self, text: str) -> NoReturn:
         """Report a host that is lost, and exit; JAX would abort this process a little later, without naming it."""
@@ -389,7 +391,9 @@ class ClusterWatchdog(Watchdog):
             for rank, beat in sorted((int(rank), json.loads(value)) for rank, value in coordination.read_dir("beat/").items()):
                 where = f"process {rank}: step {beat['step']}, {printable(str(beat['phase']), 20)}"
                 age = max(now - beat["at"], 0.0)
-                self._log(f"{where}, last progress {beat['since']:.1f} s before its last heartbeat, {age:.1f} s ago")
+                self._log(
+                    f"{where}, last progress {beat['since']:.1f} s before its last heartbeat, {age:.1f} s ago{_gone(beat['unanswered'])}"
+                )
             self._publish_failure(text)
             self._exit(code)
 
@@ -398,6 +402,11 @@ class ClusterWatchdog(Watchdog):
         timer = threading.Timer(seconds, os._exit, (code,))
         timer.daemon = True
         timer.start()
+
+
+def _gone(addresses: list[str]) -> str:
+    """What a report of a stall says of hosts that do not answer a process."""
+    return f"; no answer from {', '.join(addresses)}" if addresses else ""
 
 
 _current = Watchdog()

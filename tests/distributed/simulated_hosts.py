@@ -83,10 +83,11 @@ class Host:
 
 @dataclasses.dataclass
 class Hosts:
-    """Hosts, and what `spmd launch` needs to use them."""
+    """Hosts, what `spmd launch` needs to use them, and the process that keeps the network between them; None: it is this machine's."""
 
     hosts: list[Host]
     ssh: Path
+    switch: int | None = None
 
     def __getitem__(self, number: int) -> Host:
         return self.hosts[number]
@@ -96,6 +97,11 @@ class Hosts:
         file = self.ssh.with_name("hosts.txt")
         file.write_text("".join(f"{host.name} processes={count}\n" for host, count in zip(self.hosts, processes, strict=False)))
         return ["--hosts", file, "--ssh", self.ssh, "--folder", ROOT, "--simulate", simulate]
+
+    def disconnect(self, *numbers: int) -> None:
+        """These hosts do not reach each other any more, but all others."""
+        for number in numbers:
+            _inside(self.switch, "-n", "bridge", "link", "set", "dev", self[number].name, "isolated", "on")
 
     def pieces(self, step: int) -> int:
         """How many pieces of a step are in the memory of all hosts."""
@@ -122,7 +128,7 @@ def simulated_hosts(folder: Path, count: int) -> Iterator[Hosts]:
     tag, folder = secrets.token_hex(4), folder / "hosts"
     folder.mkdir()
     with contextlib.ExitStack() as undo:
-        hosts = _namespaces(folder, count, tag, undo) if has_namespaces() else _loopback(folder, count, tag)
+        hosts, switch = _namespaces(folder, count, tag, undo) if has_namespaces() else (_loopback(folder, count, tag), None)
         if hosts[0].holder is None:
             enter = f'export SPMD_MEMORY_FOLDER={folder}/$host\nexec /bin/sh -c "$*"'
         else:
@@ -132,7 +138,7 @@ def simulated_hosts(folder: Path, count: int) -> Iterator[Hosts]:
         ssh.write_text(SSH.format(mark=MARK, tag=tag, enter=enter))
         ssh.chmod(0o755)
         undo.callback(lambda: [host.kill() for host in hosts])
-        yield Hosts(hosts, ssh)
+        yield Hosts(hosts, ssh, switch)
 
 
 def _loopback(folder: Path, count: int, tag: str) -> list[Host]:
@@ -140,7 +146,8 @@ def _loopback(folder: Path, count: int, tag: str) -> list[Host]:
     return [Host(name, rf"\S+ \(host {number}\)", folder / name, f"{tag}.{name}") for number, name in enumerate(names)]
 
 
-def _namespaces(folder: Path, count: int, tag: str, undo: contextlib.ExitStack) -> list[Host]:
+def _namespaces(folder: Path, count: int, tag: str, undo: contextlib.ExitStack) -> tuple[list[Host], int]:
+    """The hosts, and the process that keeps the network between them."""
     names = [chr(ord("a") + number) for number in range(count)]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(names, 1)))
     switch = _hold(folder, "switch", undo)
@@ -153,7 +160,7 @@ def _namespaces(folder: Path, count: int, tag: str, undo: contextlib.ExitStack) 
         _inside(switch, "-n", "ip", "link", "set", "dev", name, "master", "switch", "up")
         _inside(holder, "-n", "sh", "-c", f"ip addr add 10.77.0.{number}/24 dev wire && ip link set wire up")
         hosts.append(Host(name, name, Path(f"/proc/{holder}/root/dev/shm"), f"{tag}.{name}", holder))
-    return hosts
+    return hosts, switch
 
 
 def _hold(folder: Path, name: str, undo: contextlib.ExitStack) -> int:

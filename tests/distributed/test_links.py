@@ -21,27 +21,27 @@ import jax.numpy as jnp, numpy as np, optax, spmd
 
 spmd.join()
 model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
-data = {"x": np.ones((64, 4), np.float32), "y": np.ones((64, 1), np.float32)}
-options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 8}
+data = {"x": np.ones((96, 4), np.float32), "y": np.ones((96, 1), np.float32)}
+options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 12}
 report = lambda info: print("STEP 5", flush=True) if info.step == 5 else None
 spmd.fit(model, data, steps=int(sys.argv[1]), callbacks=[report], **options)
 print("END", flush=True)
 """
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    with simulated_hosts(tmp_path, 2) as hosts:
+@pytest.fixture(params=[2])
+def hosts(request, tmp_path):
+    with simulated_hosts(tmp_path, request.param) as hosts:
         if hosts[0].holder is None:
             pytest.skip("network namespaces need privileges, and ip, unshare and nsenter")
         yield hosts
 
 
 @contextlib.contextmanager
-def started(hosts, steps):
+def started(hosts, steps, stall="step=inf"):
     """A process on each host; killed and reaped on leaving, and after 300 s whatever happens."""
-    processes = []
-    shared = {"SPMD_PROCESSES": 2, "SPMD_COORDINATOR": "10.77.0.1:6000", "SPMD_TOKEN": "t", "SPMD_STALL": "step=inf", "SPMD_SIMULATE": 1}
+    processes, count = [], len(hosts.hosts)
+    shared = {"SPMD_PROCESSES": count, "SPMD_COORDINATOR": "10.77.0.1:6000", "SPMD_TOKEN": "t", "SPMD_STALL": stall, "SPMD_SIMULATE": 1}
     for rank, host in enumerate(hosts.hosts):
         command = ["nsenter", "-t", str(host.holder), "-n", "-u", "-m", sys.executable, "-c", JOB, str(steps)]
         variables = environment(SPMD_PROCESS=rank, **shared)
@@ -70,6 +70,23 @@ def test_lost_host_is_named_by_both_sides(hosts):
     assert re.search(rf"(?m)^spmd 0: process 1 on b \(process id \d+\): {lost}", errors[0]), errors[0]
     assert f"\nspmd 1: process 0 at 10.77.0.1:6000: {lost}" in errors[1], errors[1]
     assert not any("Check failure stack trace" in text or "Traceback" in text for text in errors), errors
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+def test_broken_link_between_two_hosts_is_named_in_the_stall(hosts):
+    """Both reach process 0, and it them; only what one has sent the other is not acknowledged."""
+    with started(hosts, 10**7, stall="step=30") as processes:
+        for process in processes:
+            assert any(line == "STEP 5\n" for line in process.stdout), process.stderr.read()
+        hosts.disconnect(1, 2)
+        errors = [process.communicate()[1] for process in processes]
+    assert {process.returncode for process in processes} <= {42, 43}, errors
+    found = re.findall(
+        r"(?m)^spmd \d: process (\d): step \d+, step, last progress .* s ago; no answer from 10\.77\.0\.(\d)$", "\n".join(errors)
+    )
+    assert found and {*found} <= {("1", "3"), ("2", "2")}, errors
+    assert not any("Check failure stack trace" in text for text in errors), errors
 
 
 @pytest.mark.system
