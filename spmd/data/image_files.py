@@ -49,8 +49,11 @@ class ImageFiles(FileFormat):
 
 def _pictures(folder: Path) -> list[str]:
     """Pictures in a folder and those below it, without hidden ones, such as those in `.ipynb_checkpoints` and `._1.png` of macOS."""
-    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.suffix.lower() in ENDINGS]
-    return [str(folder / path) for path in paths if not any(part.startswith(".") for part in path.parts)]
+    paths: list[str] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [os.path.join(parent, name) for name in names if name.lower().endswith(ENDINGS) and not name.startswith(".")]
+    return sorted(paths, key=lambda path: path.split(os.sep))
 
 
 def _eight_bits(picture: Any, kind: str | None, pillow: Any) -> Any:

@@ -4,6 +4,7 @@ import datetime
 import decimal
 import logging
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -43,6 +44,15 @@ def test_hidden_pictures_are_not_read(pictures, caplog):
         path.write_bytes(b"notes of another program")
     data = spmd.data.images(pictures, size=(4, 5), batch_size=6, shuffle=False)
     assert next(iter(data))["label"].tolist() == [0, 0, 0, 1, 1, 1] and not caplog.messages
+
+
+def test_pictures_come_in_the_order_of_folders_and_names(pictures):
+    """As pathlib sorts them: "a" and what it holds before "a.png", and "b-1" after "b"; a folder named as a picture is no picture."""
+    for path in ("a/x.png", "a.png/y.png", "b/x.PNG", "b-1/x.png"):
+        (pictures / "cats" / path).parent.mkdir(parents=True)
+        shutil.copy(pictures / "cats" / "0.png", pictures / "cats" / path)
+    found = spmd.data.images(pictures, size=(4, 5), batch_size=6).format.paths
+    assert found[:7] == tuple(map(str, sorted(path for path in (pictures / "cats").rglob("*") if path.is_file())))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
