@@ -44,8 +44,7 @@ def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callabl
         have = f"they carry {first_names(carried)}" if carried else "they carry none"
         lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
         fixes = [f"logical axis names ({logical}) on the model's parameters", f'[[params]] rules with "{axis}"']
-        target = layout.data_axes()[-1] if layout.data_axes() else mesh.names[0]  # the innermost data axis, to which its devices go
-        merged = MeshSpec(tuple((mesh.sizes | {axis: 1, target: mesh.sizes[target] * mesh.sizes[axis]}).items()))
+        merged = resolved.mesh_without([axis])
         if fits(merged):
             fixes.insert(0, option("mesh", quoted(str(merged).replace(" ", ""))))
         yield Problem(f'mesh axis "{axis}"', lines, ", or ".join(fixes) + ".", kind="unused_axis")

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from spmd.data.batches import check_batch
 from spmd.errors import LayoutError, Problem, SpmdError, option, quoted, raise_problems
 from spmd.jaxpr import mesh_axes
-from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.mesh import abstract_mesh
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree
 
@@ -40,12 +40,8 @@ def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any])
 
 
 def _without(placed: PlacedModel, sample: Tree, idle: tuple[str, ...]) -> str:
-    """A mesh with the devices of idle axes on the innermost data axis, as an option, if model and batch fit it; else ""."""
-    layout, sizes = placed.resolved.layout, placed.resolved.mesh.sizes
-    data, declared = layout.data_axes()[-1], dict(layout.mesh)
-    merged = sizes | {data: sizes[data] * math.prod(sizes[axis] for axis in idle)}
-    merged = {axis: 1 if axis in idle else size for axis, size in merged.items() if axis not in idle or axis in declared}
-    mesh = MeshSpec(tuple(merged.items()))
+    """A mesh with the devices of idle axes on a data axis, as an option, if model and batch fit it; else ""."""
+    layout, mesh = placed.resolved.layout, placed.resolved.mesh_without(idle)
     try:
         check_batch(sample, layout, mesh, placed.config.accumulate)
         _ = placed.with_layout(abstract_mesh(mesh), layout).resolved
