@@ -61,7 +61,7 @@ def _wrong_arguments(function: Callable[..., Any], arguments: tuple, options: di
         signature.bind(*arguments, **options)
         return None
     except TypeError as error:
-        problem = str(error)  # such as "missing a required argument: 'loss'"
+        problem = str(error).replace("keyword-only ", "")  # "missing a required keyword-only argument: 'loss'" since Python 3.12
     parameters, name = list(signature.parameters.values()), function.__qualname__.removesuffix(".__init__")
     if parameters[0].name == "self":
         parameters, arguments, name = parameters[1:], arguments[1:], name.rpartition(".")[2]

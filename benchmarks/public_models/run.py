@@ -1,6 +1,6 @@
 """Models of public repositories, as they are, on layouts: 6 steps of each against a plain loop of JAX, flax and optax on one device.
 
-    pip install absl-py augmax beartype clu dacite distrax einops jaxtyping==0.2.36 ml_collections safetensors
+    pip install absl-py augmax beartype clu dacite distrax einops huggingface_hub jaxtyping==0.2.36 ml_collections safetensors
     python benchmarks/public_models/run.py --checkouts FOLDER --list     # the git commands that fill the folder
     python benchmarks/public_models/run.py --checkouts FOLDER            # writes benchmarks/results/public_models.md
     python benchmarks/public_models/run.py --checkouts FOLDER --only jimm brax              # writes their sections
