@@ -297,6 +297,7 @@ def test_mesh_axis_that_nothing_uses(golden):
     fits(rule("head/kernel", '["model"]'), mesh=BOTH)
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("layout", ["zero1", "parameter_server", "diloco"])
 def test_no_layout_may_leave_an_axis_unused(layout):
     assert 'fix: mesh="data=8"; or' in error_text(errors.LayoutError, fit, layout=layout, mesh=BOTH)
@@ -370,6 +371,7 @@ def mapped_on_a_mesh(params, x):
     return product(x, params["head"]["kernel"]) + params["head"]["bias"]
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("own", [constrained, mapped_on_a_mesh])
 def test_model_that_names_an_axis_can_be_planned(own):
     batch = (jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((8,), "int32"))

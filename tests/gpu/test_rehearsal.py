@@ -68,7 +68,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.system
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_gradients_of_a_step_show_wrong_attention(monkeypatch, fault):
     step = cases.steps(small=True)["gpt2"]

@@ -157,7 +157,7 @@ ASKS = {  # by what a file says: what generation is asked for, and what it has n
 }
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("case", ASKS)
 def test_sampling_that_a_folder_asks_for_is_reported_or_in_the_call(tmp_path, caplog, case):
     said, options, unknown = ASKS[case]

@@ -235,6 +235,7 @@ def attended(weights, x):
     return (out**2).mean(axis=(1, 2, 3))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("implementation", "derivative"), [("as_written", "forward"), ("as_written", "reverse"), ("chunked", "reverse")])
 def test_a_loss_that_differentiates_its_attention(implementation, derivative):
     """Tiles are plain JAX in the backward pass, so they have a second derivative, too."""

@@ -113,6 +113,7 @@ def test_load_accepts_path_name_and_layout(tmp_path):
     assert Layout.load(path).name == "mine"
 
 
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("name", shipped())
 def test_load_refuses_a_truncated_file(name, tmp_path, caplog):
     text, path, read = shipped()[name].read_text(encoding="utf-8"), tmp_path / "mine.toml", []

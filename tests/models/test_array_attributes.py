@@ -54,7 +54,7 @@ def plainly(kind):
     return losses
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 @pytest.mark.parametrize("kind", ["module", "list", "sequential", "tuple"])
 def test_a_model_of_a_function_keeps_its_arrays(kind, layout):

@@ -80,7 +80,7 @@ def reads(model, batch):
     return with_balance(out, sown, batch)
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("summed, scanned", [(False, False), (True, False), (False, True)])
 def test_sown_losses_that_the_loss_reads_are_those_of_plain_flax(summed, scanned, devices):

@@ -54,6 +54,7 @@ def keys(state):
     return {name: key_of_stream(key, name) for name in ("params", "dropout", "noise")}
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("kind", MODELS)
 def test_draws_are_those_of_plain_flax(kind, devices):

@@ -89,7 +89,7 @@ def check_trained(model, right, loss=loss):
     return trainer
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("default", [True, False])
 @pytest.mark.parametrize("name", IN_TRAINING)
 def test_field_is_set_for_training_and_evaluation(name, default):

@@ -86,7 +86,7 @@ def trained(model, loss, devices):
     return losses, jax.device_get(state.stats)
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("module", [Rows(), Members()], ids=["rows", "members"])
 def test_axes_of_linen_vmap_are_kept(module, devices):

@@ -108,6 +108,7 @@ def test_folders_that_are_no_steps_are_left_alone(name, run, tmp_path):
 WRITTEN = ("owner.json", "layout.toml", "metrics.jsonl", "history.bin", "goodput.json", ".goodput.json", "goodput.html", "profile.html")
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("exists", [True, False], ids=["of a file", "to nowhere"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_run_does_not_write_through_links(name, exists, tmp_path):

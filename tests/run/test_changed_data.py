@@ -61,6 +61,7 @@ def test_resume_with_another_batch_size_continues_behind_what_was_taken(tmp_path
     assert int(result.state.step) == len(rest) and said(tmp_path) == [f"batch_size was 32, is {size}", line]
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("change", "lines"),
     [

@@ -50,6 +50,7 @@ def said(folder):
     return [record.get("changed", []) for record in records if record.get("event") == "resumed"][-1]
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("make", "path"),
     [

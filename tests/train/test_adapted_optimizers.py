@@ -38,6 +38,7 @@ def plain(optimizer, steps, weights=None, fast=lambda weights: weights):
     return weights
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("make", "layout"),
     [(lookahead, "data_parallel"), (lambda: optax.chain(CLIP, lookahead()), "fsdp"), (lookahead, "parameter_server")],

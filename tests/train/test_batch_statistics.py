@@ -68,6 +68,7 @@ def reference():
     return losses, model
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     ("devices", "accumulate", "layout"),
     [

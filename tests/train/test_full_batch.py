@@ -165,7 +165,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(quick=6)
+@pytest.mark.sampled(quick=9)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", [token_mean, weighted, normalised])
 def test_sums_that_weights_do_not_change_are_exact_everywhere(loss, way):
@@ -306,6 +306,7 @@ def train_plainly(make, loss, steps=3):
     return losses
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 def test_batch_statistics_beside_a_loss_that_joins_rows_are_those_of_the_full_batch(layout):
     losses, _, _ = trained(trainer_of(class_mean, lambda: Normed(), layout))
@@ -326,7 +327,7 @@ def test_batch_statistics_of_microbatches_are_noted(accumulate):
     assert len(said) == accumulate - 1
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("case", STACKS)
 def test_layers_that_a_layout_computes_in_its_own_way_train_as_plain_jax_does(case):
     """With a loss that divides by a number of all rows: layers are row by row, so workers share that number alone."""
@@ -351,6 +352,7 @@ JOINED_LAYERS = {
 }
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("case", JOINED_LAYERS)
 def test_layers_that_join_rows_are_refused_with_a_fix(case):
     loss, layout, mesh = JOINED_LAYERS[case]

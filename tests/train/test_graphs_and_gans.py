@@ -63,6 +63,7 @@ def stacked(first, count=16):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(padded(seed) for seed in range(first, first + count)))
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 def test_padded_graphs_are_rows(layout):
     trainer = spmd.Trainer(lambda: Messages(), loss=squared_error, optimizer=optax.adam(0.05), mesh="data=8", layout=layout)

@@ -113,7 +113,7 @@ def assert_equals_reference(name, result):
     assert_close(np.asarray(result.model.kernel[...]), kernel, 1e-5)
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize(("devices", "layout"), [(1, "data_parallel"), (8, "data_parallel"), (8, "fsdp")], ids=["one device", "8", "fsdp"])
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_nonlinear_backward_passes(name, devices, layout):
@@ -136,6 +136,7 @@ def test_the_fix_trains():
     assert_equals_reference("clip of results", train("clip of results", devices=1, accumulate=1))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_backward_passes_stay_with_the_layout(name, caplog):
     assert_equals_reference(name, train(name))

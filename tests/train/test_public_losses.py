@@ -762,7 +762,7 @@ def pair(name, layout):
 PAIRED = [pair(name, layout) for name, case in CASES.items() for layout in LAYOUTS if case.everywhere or layout == "data_parallel"]
 
 
-@pytest.mark.sampled(quick=16, system=1)
+@pytest.mark.sampled(quick=32, system=1)
 @pytest.mark.parametrize(("name", "layout"), PAIRED)
 def test_loss_of_public_code_trains_as_plain_jax_does(name, layout):
     case, options = CASES[name], LAYOUTS[layout]

@@ -306,7 +306,7 @@ def test_what_joins_rows_is_known(case):
     assert not is_proved(*OTHERS[case])
 
 
-@pytest.mark.sampled(quick=24)
+@pytest.mark.sampled(quick=48)
 @pytest.mark.parametrize("part", [PART, 8])  # another number than the rows of a worker stands for two rows where there is one
 @pytest.mark.parametrize("case", [*OTHERS, *MEANS])
 def test_workers_compute_what_one_device_does(case, part):

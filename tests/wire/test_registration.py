@@ -190,6 +190,7 @@ def test_register_refuses_what_a_layout_file_could_not_name(registered):
 # reductions -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_registered_reduction_is_trained_planned_and_counted_by_a_layout_file(registered, tmp_path):
     layout = write_layout(tmp_path, '[gradients]\nreduction = "ring"\n')
     result, usual = fit(layout), fit("data_parallel")
