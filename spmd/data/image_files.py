@@ -4,7 +4,7 @@ import itertools
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -49,8 +49,12 @@ class ImageFiles(FileFormat):
 
 def _pictures(folder: Path) -> list[str]:
     """Pictures in a folder and those below it, without hidden ones, such as those in `.ipynb_checkpoints` and `._1.png` of macOS."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error  # a folder that cannot be read, which `os.walk` would leave out
+
     paths: list[str] = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths += [os.path.join(parent, name) for name in names if name.lower().endswith(ENDINGS) and not name.startswith(".")]
     return sorted(paths, key=lambda path: path.split(os.sep))

@@ -406,7 +406,7 @@ class ClusterWatchdog(Watchdog):
 
 def _gone(addresses: list[str]) -> str:
     """What a report of a stall says of hosts that do not answer a process."""
-    return f"; no answer from {', '.join(addresses)}" if addresses else ""
+    return f"; no answer from {printable(', '.join(addresses), 200)}" if addresses else ""
 
 
 _current = Watchdog()

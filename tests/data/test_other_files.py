@@ -2,9 +2,12 @@
 
 import datetime
 import decimal
+import errno
 import logging
+import os
 import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +56,20 @@ def test_pictures_come_in_the_order_of_folders_and_names(pictures):
         shutil.copy(pictures / "cats" / "0.png", pictures / "cats" / path)
     found = spmd.data.images(pictures, size=(4, 5), batch_size=6).format.paths
     assert found[:7] == tuple(map(str, sorted(path for path in (pictures / "cats").rglob("*") if path.is_file())))
+
+
+def test_folder_of_pictures_that_cannot_be_read_is_named(pictures, monkeypatch):
+    def scandir(path):
+        if Path(path).name == "more":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    listed = os.scandir
+    (pictures / "cats" / "more").mkdir()
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError) as raised:
+        spmd.data.images(pictures, size=(4, 5), batch_size=6)
+    assert raised.value.filename == str(pictures / "cats" / "more")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
