@@ -98,6 +98,16 @@ def test_hosts_whose_names_are_loopback_addresses_train(hosts, tmp_path):
     assert [process.returncode for process in processes] == [0, 0] and all(out.endswith("STEP 5\nEND\n") for out, _ in ended), ended
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the state of TCP connections is read on Linux alone")
+def test_hosts_that_answer_are_not_reported_and_connections_stay_open():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs, opened = listener.accept()[0], len(os.listdir("/proc/self/fd"))
+        ours.sendall(b"1")
+        assert links.unanswered() == [] and len(os.listdir("/proc/self/fd")) == opened
+        assert theirs.recv(1) == b"1"
+        theirs.close()
+
+
 class Answers:
     """A connection whose `recv` raises an error."""
 
