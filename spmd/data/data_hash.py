@@ -14,7 +14,7 @@ from spmd.tree import Tree, flatten
 BLOCK = 1 << 14  # bytes that are read at a time
 BLOCKS = 1 << 10  # read at most: 16 MiB
 READERS = 16  # threads that read
-TOGETHER = 16  # blocks, or small files, that a thread reads at a time: handing each over takes longer than reading a small file
+TOGETHER = 16  # blocks that a thread reads at a time, where there are many: handing one over takes longer than reading a small file
 
 
 def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -> str:
@@ -29,8 +29,9 @@ def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -
             spans.append((paths[file], first - int(begins[file]), size))
             file, first, left = file + 1, first + size, left - size
     digest = hashlib.sha256(repr(list(sizes)).encode())
+    together = max(1, min(TOGETHER, len(spans) // READERS))
     with concurrent.futures.ThreadPoolExecutor(min(READERS, len(spans) or 1), "spmd-contents") as pool:
-        for piece in pool.map(_read, [spans[first : first + TOGETHER] for first in range(0, len(spans), TOGETHER)]):
+        for piece in pool.map(_read, [spans[first : first + together] for first in range(0, len(spans), together)]):
             digest.update(piece)
     return digest.hexdigest()[:16]
 

@@ -50,8 +50,9 @@ class ImageFiles(FileFormat):
 def _pictures(folder: Path) -> list[str]:
     """Pictures in a folder and those below it, without hidden ones, such as those in `.ipynb_checkpoints` and `._1.png` of macOS."""
 
-    def fail(error: OSError) -> NoReturn:
-        raise error  # a folder that cannot be read, which `os.walk` would leave out
+    def fail(error: OSError) -> NoReturn:  # else `os.walk` leaves the folder out
+        text = f"{error.filename} cannot be read: {error.strerror}."
+        raise DataError(text, fix="its permissions, or the folder somewhere else.") from error
 
     paths: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
@@ -97,7 +98,7 @@ def images(
       A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
 
     Raises:
-      DataError: there is no such folder, or no picture in it.
+      DataError: there is no such folder, no picture in it, or a folder in it that cannot be read.
 
     Example:
       >>> import pathlib, spmd, tempfile

@@ -4,14 +4,17 @@ The kernels ask each other whether they are there, so a process that is stopped,
 """
 
 import contextlib
+import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 IDLE, PROBES = 5, 3  # seconds between two questions of the kernel, and how many without an answer mean that the other host is lost
 LOST_SECONDS = IDLE * (1 + PROBES)  # less than JAX's heartbeat, whose end aborts all processes without naming one
 
-REPEATS = 5  # times that the kernel has sent something again, over 6 s and more, before it counts as unanswered
+REPEATS = 5  # times that the kernel has sent something again before it counts as unanswered: 6 s or more with Linux's defaults
 
 Links = Mapping[int, tuple[str, socket.socket]]  # by rank: what the other process is called, and the connection
 
@@ -45,15 +48,32 @@ def local_address(links: Links) -> str:
 
 
 def unanswered() -> list[str]:
-    """Addresses of hosts that acknowledge nothing of what this process sends them, over any TCP connection; Linux only.
+    """Addresses of hosts that acknowledge nothing of what this process sends them, over any TCP connection; [] where it is not Linux.
 
     Two processes of which neither is process 0 have none of the connections above, but those of their collectives.
     """
     hosts = set()
-    for entry in os.scandir("/proc/self/fd") if hasattr(socket, "TCP_INFO") else ():
-        with contextlib.suppress(OSError):  # it was closed, or is no TCP connection
-            if os.readlink(entry.path).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2] >= REPEATS:  # tcpi_retransmits
-                        hosts.add(connection.getpeername()[0])
+    with contextlib.suppress(OSError):  # without the files of Linux, or with all descriptors in use, a report of a stall says less
+        own = _open_files()
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                _, _, remote, _, _, _, repeats, _, _, inode, *_ = line.split()
+                if int(repeats, 16) >= REPEATS and f"socket:[{inode}]" in own:
+                    hosts.add(_address(remote.partition(":")[0]))
     return sorted(hosts)
+
+
+def _open_files() -> set[str]:
+    """What the descriptors of this process are, such as "socket:[7]"."""
+    files = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            files.add(os.readlink(f"/proc/self/fd/{name}"))
+    return files
+
+
+def _address(words: str) -> str:
+    """An address from the kernel's tables: numbers of 32 bits in the order of bytes of this machine, as hexadecimal digits."""
+    numbers = [int(words[first : first + 8], 16) for first in range(0, len(words), 8)]
+    address = ipaddress.ip_address(b"".join(number.to_bytes(4, sys.byteorder) for number in numbers))
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -89,7 +89,7 @@ class Resolved:
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 
     def mesh_without(self, idle: Sequence[str]) -> MeshSpec:
-        """The mesh with the devices of idle axes on the innermost data axis; those that the layout names stay, with one device."""
+        """The mesh with the devices of idle axes on the innermost data axis. Idle axes that [mesh] or [axes] name stay, of size 1."""
         layout, sizes, target = self.layout, self.mesh.sizes, self.data_axes[-1]
         named = {*dict(layout.mesh), *(axis for _, entry in layout.axes for axis in entry_axes(entry))}
         left = {axis: 1 if axis in idle else size for axis, size in sizes.items() if axis not in idle or axis in named}

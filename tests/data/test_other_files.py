@@ -67,9 +67,9 @@ def test_folder_of_pictures_that_cannot_be_read_is_named(pictures, monkeypatch):
     listed = os.scandir
     (pictures / "cats" / "more").mkdir()
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(PermissionError) as raised:
+    with pytest.raises(DataError) as raised:
         spmd.data.images(pictures, size=(4, 5), batch_size=6)
-    assert raised.value.filename == str(pictures / "cats" / "more")
+    assert raised.value.summary == f"{pictures / 'cats' / 'more'} cannot be read: Permission denied."
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -117,7 +117,7 @@ ip addr add 10.77.0.1/24 dev wire && ip link set dev end master switch up && nse
 
 def has_namespaces() -> bool:
     """Whether this user may make namespaces, and all that they need works here."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter", "mount"))):
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "bridge", "unshare", "nsenter", "mount"))):
         return False
     return subprocess.run(["unshare", "-num", "sh", "-c", TRY], capture_output=True, check=False, timeout=20).returncode == 0
 

@@ -11,7 +11,7 @@ from spmd.errors import LayoutError
 from spmd.layout import fixes
 from spmd.layout.check import fit_layout
 from spmd.layout.gradients import GradientRule, Gradients
-from spmd.layout.resolve import codec_rules, rule_matcher, shard_largest_dim
+from spmd.layout.resolve import Resolved, codec_rules, rule_matcher, shard_largest_dim
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.summary import notes, rows, summary
 from spmd.layout.toml_reader import shipped
@@ -154,6 +154,21 @@ def test_summary_lists_specs_and_origins(golden):
         ("b", "float32[8]", "replicated", "default replicate", "32 B", "x8"),
     ]
     golden("resolve_summary_lists_specs_and_origins", summary(resolved))
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "idle", "mesh"),
+    [
+        (Layout(), {"data": 2, "model": 4}, ["model"], {"data": 8}),
+        (Layout(), {"model": 2, "data": 2, "other": 3}, ["model", "other"], {"data": 12}),
+        (Layout(batch=Batch((("replica", "data"),))), {"replica": 2, "data": 2, "model": 2}, ["model"], {"replica": 2, "data": 4}),
+        (Layout(mesh=(("data", 2), ("model", 4))), {"data": 2, "model": 4}, ["model"], {"data": 8, "model": 1}),
+        (Layout(axes=(("mlp", "model"),)), {"data": 2, "model": 2, "other": 2}, ["model", "other"], {"data": 8, "model": 1}),
+    ],
+    ids=["one", "two", "the innermost of two data axes", "in [mesh]", "in [axes]"],
+)
+def test_mesh_without_idle_axes_keeps_all_devices_and_names(layout, axes, idle, mesh):
+    assert Resolved(layout, MeshSpec(tuple(axes.items())), {}).mesh_without(idle) == MeshSpec(tuple(mesh.items()))
 
 
 def test_note_unused_mesh_axis():
