@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("SPMD_TEST_FLAGS", "")
@@ -127,18 +127,25 @@ def table(results: Iterable[tuple[dict, dict]]) -> str:
 
 
 def sweep(
-    scenarios: Sequence[str], faults: Sequence[str], choose: Callable[[int], Iterable[int]], jobs: int = 2
+    scenarios: Sequence[str], faults: Sequence[str], choose: Callable[[int], Iterable[int]], jobs: int = 2, known: Container[tuple] = ()
 ) -> Iterator[tuple[dict, dict]]:
-    """Each request with its verdict, as they come."""
+    """Each request with its verdict, as they come; those that are known are left out."""
     with tempfile.TemporaryDirectory(prefix="spmd-faults-", dir=in_memory()) as folder:
         servers, pool = Servers(Path(folder).resolve(), jobs), concurrent.futures.ThreadPoolExecutor(jobs)
         try:
-            started = {pool.submit(servers.ask, **request): request for request in cases(servers, scenarios, faults, choose)}
+            requests = [request for request in cases(servers, scenarios, faults, choose) if tuple(request.values()) not in known]
+            started = {pool.submit(servers.ask, **request): request for request in requests}
             for done in concurrent.futures.as_completed(started):
                 yield started[done], done.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             servers.close()
+
+
+def read(out: Path) -> list[tuple[dict, dict]]:
+    """Requests and verdicts of a file that an earlier sweep has written."""
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return [({name: row.pop(name) for name in ("scenario", "fault", "at")}, row) for row in rows]
 
 
 def main() -> int:
@@ -150,12 +157,13 @@ def main() -> int:
     parser.add_argument("--fault", action="append", choices=list(fault_shim.FAULTS), help="default: all; may be given several times")
     parser.add_argument("--every", type=int, default=1, help="only every n-th call")
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
-    parser.add_argument("--out", type=Path, help="a file for all cases, as lines of JSON")
+    parser.add_argument("--out", type=Path, help="a file for all cases, as lines of JSON; those in it are not tried again")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers and their folder go, too
-    results = []
+    results = read(options.out) if options.out and options.out.exists() else []
     scenarios, faults = options.scenario or SCENARIOS, options.fault or list(fault_shim.FAULTS)
-    for request, verdict in sweep(scenarios, faults, every_nth(options.every), options.jobs):
+    known = {tuple(request.values()) for request, _ in results}
+    for request, verdict in sweep(scenarios, faults, every_nth(options.every), options.jobs, known):
         results.append((request, verdict))
         if options.out:
             with options.out.open("a", encoding="utf-8") as out:
