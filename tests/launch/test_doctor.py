@@ -95,11 +95,12 @@ def test_command_that_hangs_is_killed_with_its_descendants():
     )  # its output is closed, so all are gone
 
 
-def test_command_that_fails_says_why():
+def test_command_that_fails_says_why(tmp_path):
     assert run_bounded(["sh", "-c", "echo one >&2; echo two >&2; exit 3"], 60) == Output("", "two")
     assert run_bounded(["sh", "-c", "exit 3"], 60) == Output("", "exit code 3")
     assert run_bounded(["sh", "-c", "kill -9 $$"], 60) == Output("", "exit code -9")
-    assert run_bounded(["no_such_command"], 60) == Output("", "No such file or directory")
+    missing = str(tmp_path / "missing")  # in no folder of $PATH, of which some may be unreadable
+    assert run_bounded([missing], 60) == Output("", "No such file or directory")
 
 
 def test_devices_that_hang_leave_the_rest(monkeypatch, tmp_path):
